@@ -47,7 +47,7 @@ def test_the_capped_h100_differs_in_what_was_set_with_rows_and_in_its_memory() -
     of_the_card = {
         "memory_gib",
         "memory_tb_per_s",
-        "kernel_tb_per_s",
+        "kernel_share",
         "power_w",
         "slowest_of",
         "matmul_alone",

@@ -164,7 +164,7 @@ class Cost:
         rate = on_curve(profile.memory_share, moved) * profile.memory_tb_per_s
         if kernel.host != "compiled" and profile.eager_tb_per_s:
             rate = min(rate, profile.eager_tb_per_s)
-        rate = min(rate, profile.kernel_tb_per_s.get(kernel.name, rate))
+        rate = min(rate, profile.kernel_share.get(kernel.name, 1) * profile.memory_tb_per_s)
         # A kernel that reads rows and writes columns cannot coalesce both.
         if kernel.transposes:
             rate *= profile.transpose_share

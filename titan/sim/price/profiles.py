@@ -151,8 +151,8 @@ class Profile(BaseModel):
     """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
     eager_tb_per_s: Amount
     """Most bandwidth that PyTorch's own kernels reach, which have fewer loads in flight than fused ones. 0: as fused ones."""
-    kernel_tb_per_s: dict[str, Rate] = {}
-    """Most bandwidth that single kernels of PyTorch reach, by name."""
+    kernel_share: dict[str, Share] = {}
+    """Most of the memory bandwidth that single kernels of PyTorch reach, by name, as a share."""
     transpose_share: Share
     """Part of this share that a transposing fused kernel reaches: it reads along one dimension and writes along another, like
     float8's casts."""
