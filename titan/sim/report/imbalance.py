@@ -14,8 +14,6 @@ from math import ceil, floor
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from titan.config.schema import JobConfig
 from titan.sim.record.trace import Allocate
 from titan.sim.replay.memory import MemoryReport, memory_report
@@ -52,6 +50,8 @@ def _routed(
     Time and memory grow nearly in proportion with the load, so that they are on lines through three simulations: even routing, the
     mean load and the 99th percentile.
     """
+    import numpy as np  # most pages need none
+
     ordered, own = sorted(loads), simulation.busiest_rank
     place = int(0.99 * len(ordered))
     high = round(ordered[place], 2)
