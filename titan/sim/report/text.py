@@ -168,8 +168,8 @@ def unsupported(facts: Facts) -> list[str]:
 def speed_range(facts: Facts, unit: str = " tokens/s/GPU") -> str:
     """Return a simulated speed with its interval as text, such as "5,720 tokens/s/GPU (5,400 to 6,000)"."""
     low, high = facts["interval"]["low"], facts["interval"]["high"]
-    # Four to forty rounded units make the range.
-    places = -floor(log10((high - low) / 4)) if high > low else 0
+    # Six to sixty rounded units make the range.
+    places = -floor(log10((high - low) / 6)) if high > low else 0
     ends = (f"{round(end, places):,.{max(0, places)}f}" for end in (low, high))
     return f"{facts['tokens_per_s_per_gpu']:,.0f}{unit} ({' to '.join(ends)})"
 
