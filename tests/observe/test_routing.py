@@ -69,8 +69,18 @@ def test_counts_of_a_run(tmp_path: Path) -> None:
     assert busiest(4, 2, routing=str(file)) == pytest.approx(2 * (0.6 + 0.8) / 2, abs=0.01)
     with pytest.raises(ConfigError, match="counts 4 experts, the model has 8; name a run's"):
         busiest(8, 2, routing=str(file))
-    with pytest.raises(ConfigError, match=r"simulator.routing.*no\.json has no counts"):
+    with pytest.raises(ConfigError, match=r"simulator.routing.*no\.json: cannot be read"):
         busiest(8, 2, routing=str(tmp_path / "no.json"))
+
+
+@pytest.mark.parametrize(
+    "layer", ["[3, -1]", "[1, NaN]", "[1, Infinity]", '[1, "1"]', "[0, 0]", "[1]", "[" * 9999]
+)
+def test_wrong_counts_are_refused(tmp_path: Path, layer: str) -> None:
+    file = tmp_path / "experts.json"
+    file.write_text(f'{{"loads": [[1, 1], {layer}]}}')
+    with pytest.raises(ConfigError, match=r"name a run.s experts\.json"):
+        busiest(2, 2, routing=str(file))
 
 
 def test_more_ranks_than_experts_have_the_most() -> None:

@@ -71,6 +71,9 @@ def test_a_run_goes_on_as_another_job_and_back(trained: Trained) -> None:
     _train(load_from_argv(["new.toml", *HALVES], warn=False))
     assert losses("new")[6:] == pytest.approx(losses("old")[6:], rel=1e-5)
     assert {path: path.read_bytes() for path in Path("old").rglob("*.*")} == before
+    # The job before has its own number of ranks, or its batch would be another one.
+    place = Path("new/environment.json")
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"world_size": 2}))
     assert titan(["swap", "new", "--back", "--steps=1", "--job.dump_folder=back"]) == 0
     lineage = json.loads(Path("back/swap.json").read_text())["swaps"]
     assert [(one["run"], one["step"]) for one in lineage] == [("old", 6), ("new", 6)]

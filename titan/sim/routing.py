@@ -18,18 +18,29 @@ figures. Tokens of a text are alike, so the real noise is larger than a multinom
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError, Problem
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Tokens of each expert, in each layer."""
+
+    loads: list[list[Annotated[int, Field(ge=0)]]]
+
 
 _STEPS = 200
 """Steps that are drawn."""
@@ -152,11 +163,15 @@ def read_shares(path: str, num_experts: int) -> list[list[float]]:
         ConfigError: the file is no experts.json, or of another model.
     """
     try:
-        loads: Sequence[Sequence[int]] = json.loads(Path(path).read_text("utf-8"))["loads"]
-        shares = [[count / sum(layer) for count in layer] for layer in loads]
-        if {*map(len, shares)} != {num_experts}:
-            raise ValueError(f"counts {len(shares[0])} experts, the model has {num_experts}")
-    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError) as error:
-        message = f"{path} has no counts of these experts: {error}; name a run's experts.json"
+        loads = read_json(Path(path), _Counts).loads
+        for layer in loads or [[]]:
+            if len(layer) != num_experts:
+                raise InputError(
+                    f"{path}: counts {len(layer)} experts, the model has {num_experts}"
+                )
+            if not any(layer):
+                raise InputError(f"{path}: a layer has no tokens")
+        return [[count / sum(layer) for count in layer] for layer in loads]
+    except InputError as error:
+        message = f"{error}; name a run's experts.json"
         raise ConfigError([Problem("simulator.routing", 0, "", message)]) from None
-    return shares

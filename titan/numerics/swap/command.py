@@ -30,7 +30,7 @@ from titan.data.special_tokens import fingerprint
 from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys, train
 from titan.numerics.recorded import read_steps
-from titan.numerics.swap.handover import BEFORE, Handover
+from titan.numerics.swap.handover import BEFORE, Handover, lineage
 from titan.numerics.swap.proof import DIFFERS, EQUAL, Proof, predict, prove, speed
 
 _PLAIN = 3  # steps without a record, whose time counts
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         "--nproc",
         type=positive,
         metavar="M",
-        help="ranks of the new job; default: those of the run, or the next larger number that the layout fits",
+        help="ranks of the new job; default: those of the run (with --back, of the one before), or the next larger number that the layout fits",
     )
     add("--steps", type=positive, default=20, metavar="N", help="steps to compare; default: 20")
     add(
@@ -106,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
         raise mistake("--to", "name the new job, or write --back for the one before the swap")
     if options.back:
         options.to = _before(options.run, keys)
+        # A run of an earlier titan does not say them.
+        ranks = lineage(options.run)["swaps"][-1].get("ranks")
+        options.nproc = options.nproc or ranks
     return swap(options, keys)
 
 
@@ -158,6 +161,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     found: dict[str, Any] = {
         "run": str(run),
         "step": step,
+        "ranks": size,  # of the old job, for --back
         "changes": changes,
         "proofs": [asdict(each) for each in proofs],
         **sides,

@@ -52,7 +52,7 @@ class Handover:
         Raises:
             InputError: the folder of the new run exists.
         """
-        is_done = _lineage(self.target)["plan"] == self.plan
+        is_done = lineage(self.target)["plan"] == self.plan
         pattern = f"{self.target.name}.swap-{'?' * len(self.plan)}"
         for folder in self.target.parent.glob(pattern):
             if is_done or folder != self.work:
@@ -106,14 +106,14 @@ class Handover:
             run: the old run folder.
             swap: what swap.json says of this swap.
         """
-        lineage = {"plan": self.plan, "swaps": [*_lineage(run)["swaps"], swap]}
-        text = json.dumps(lineage, indent=2) + "\n"
+        swaps = {"plan": self.plan, "swaps": [*lineage(run)["swaps"], swap]}
+        text = json.dumps(swaps, indent=2) + "\n"
         write_text_atomically(self.work / "run" / LINEAGE, text)
         LocalStorage().rename(self.work / "run", self.target)
         shutil.rmtree(self.work)
 
 
-def _lineage(run: Path) -> dict[str, Any]:
+def lineage(run: Path) -> dict[str, Any]:
     """Return the content of swap.json."""
     none = {"plan": "", "swaps": []}
     file = run / LINEAGE
