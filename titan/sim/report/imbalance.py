@@ -103,12 +103,12 @@ def _between(low: Simulation, high: Simulation, share: float) -> list[MemoryRepo
     for rank, trace in low.traces.items():
         step = []
         for a, b in zip_longest(trace.step, high.traces[rank].step):
-            if type(a) is not type(b):
-                return []
-            if isinstance(a, Allocate):
+            if isinstance(a, Allocate) and isinstance(b, Allocate):
                 a = replace(
                     a, size_bytes=round(a.size_bytes + share * (b.size_bytes - a.size_bytes))
                 )
+            elif type(a) is not type(b):
+                return []
             step.append(a)
         expandable = low.config.training.expandable_segments
         reports.append(
