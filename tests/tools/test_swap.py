@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
@@ -91,6 +93,21 @@ def test_a_change_of_what_is_learned_has_to_be_named(trained: Trained) -> None:
     assert swap("--optimizer.lr=1e-3") == 2
     assert swap("--optimizer.lr=1e-3", "--changes=optimizer") == 0
     assert trained == ["old", "new"]  # equal bits, as all else is the same
+
+
+def test_the_runs_copy_of_a_tokenizer_is_no_change_and_other_data_is(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys of the command line are permissions for the old job, too. They hide no change."""
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save("words.json")
+    words: Any = SECTIONS | {"tokenizer": {"path": "words.json"}}
+    _train(job("copied", **words))
+    assert Path("copied/tokenizer/words.json").is_file()
+    Path("new.toml").write_text(to_toml(job("new", **words)))
+    command = ["swap", "copied", "--to=new.toml", "--steps=1"]
+    assert titan([*command, "--training.dataset=stdlib"]) == 2
+    assert 'training.dataset: "synthetic" -> "stdlib" changes' in capsys.readouterr().err
+    assert titan(command) == 0 and trained == ["old", "new"]
 
 
 @pytest.mark.parametrize("part", ["new", "rename"])

@@ -208,6 +208,8 @@ def sentence(gap: Estimate, unit: str, changes: Mapping[str, Estimate]) -> str:
     """
     half = gap.high - gap.value
     found = f"no difference in loss found; one of {_SURE * half:.4f} {unit} would have been"
+    if not any(gap):
+        found = "both have the same losses"
     if abs(gap.value) > half:
         side, sign = ("higher", 1) if gap.value > 0 else ("lower", -1)
         low, high = sorted(sign * end for end in gap[1:])

@@ -107,8 +107,7 @@ def main(argv: Sequence[str]) -> int:
     if options.back:
         options.to = _before(options.run, keys)
         # A run of an earlier titan does not say them.
-        ranks = lineage(options.run)["swaps"][-1].get("ranks")
-        options.nproc = options.nproc or ranks
+        options.nproc = options.nproc or lineage(options.run)["swaps"][-1].get("ranks")
     return swap(options, keys)
 
 
@@ -132,11 +131,25 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     require_same_model(saved[base], asked)
     ranks = options.nproc or recompute.ranks_of(asked, size)
     before, now = recompute.sequences_of(config, size), recompute.sequences_of(asked, ranks)
-    changes = changed_settings(to_toml(config), asked, sequences=(before, now))
-    # A precision is compared, within its own bounds.
-    changes = [line for line in changes if not line.startswith("model.converters:")]
+
+    def changed(old_toml: str) -> list[str]:
+        # A precision is compared, within its own bounds.
+        return [
+            line
+            for line in changed_settings(old_toml, asked, sequences=(before, now))
+            if not line.startswith("model.converters:")
+        ]
+
+    # Keys of the command line say where the old job finds its data, too. They may not hide that the new job has other data.
+    changes = changed((run / "config.toml").read_text("utf-8"))
     _require_named(changes, asked, options.changes)
-    kept = [*words, *(f"--{x.replace(': ', '=', 1).partition(' -> ')[0]}" for x in changes)]
+    kept = [
+        *words,
+        *(
+            f"--{x.replace(': ', '=', 1).partition(' -> ')[0]}"
+            for x in changed(to_toml(config))
+        ),
+    ]
     compared, _ = load_to_run(kept, world_size=ranks, warn=False)
     plan = fingerprint(vars(options), to_toml(config), to_toml(compared))
     handover = Handover(Path(asked.job.dump_folder), plan)
@@ -168,8 +181,8 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         "predicted": predicted,
     }
     if not put_json(found, options.json):
-        lines = differing_keys(to_toml(config), to_toml(asked))
-        lines = [line.replace("A and B", "old and new") for line in lines]
+        keys = differing_keys(to_toml(config), to_toml(asked))
+        lines = [line.replace("A and B", "old and new") for line in keys]
         lines += [f"not compared: {line}" for line in changes]
         lines += [line for each in proofs for line in each.lines()]
         lines += [f"{name}: {_figures(found[name])}" for name in ("old", "new", "predicted")]
@@ -186,8 +199,8 @@ def _before(run: Path, keys: Sequence[str]) -> str:
     """Return the job before the last swap. It came with the run folder, so only the keys give it permissions."""
     is_named = any(key.startswith("--job.dump_folder=") for key in keys)
     if not is_named or not (run / BEFORE).is_file():
-        needs = "a run that began with a swap, and a new folder, --job.dump_folder=FOLDER"
-        raise mistake("--back", f"needs {needs}")
+        needs = "needs a run that began with a swap, and a new folder, --job.dump_folder=FOLDER"
+        raise mistake("--back", needs)
     if lost := recompute.open_run(run, keys, file=BEFORE)[2]:
         raise ConfigError(loss.problem for loss in lost.values())
     return str(run / BEFORE)

@@ -69,6 +69,8 @@ def test_the_sentence() -> None:
         gap, "nats", {**changes, "time a token": Estimate(0.0, -1e-5, 1e-5)}
     )
     assert as_fast.startswith("B takes the same time a token; its loss")
+    same = compare.sentence(Estimate(0.0, 0.0, 0.0), "nats", changes)
+    assert "; both have the same losses; so the same loss costs" in same
     equal = compare.sentence(Estimate(0.001, -0.005, 0.007), "nats", changes)
     assert "; no difference in loss found; one of 0.0120 nats would have been; " in equal
 
