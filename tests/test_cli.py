@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from titan import cli
-from titan.commands import ALIASES, FORMER, GONE, GROUPS, command_names, load_command
+from titan.commands import ALIASES, GONE, GROUPS, command_names, load_command
 from titan.config.errors import ConfigError
 from titan.config.options import CommandParser, command_parser
 from titan.ops.launch import environment
@@ -151,19 +151,10 @@ def test_json_never_takes_the_subject_for_its_file(
         parser.parse_known_args(["--json", "rows.csv", "RUN"])
 
 
-def test_names_of_earlier_versions_and_of_other_programs(
+def test_names_of_other_programs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    for name, words in FORMER.items():
-        if words[0] not in command_names():
-            continue
-        assert cli.main([name, "--help"]) == 0
-        assert (said := capsys.readouterr()).out.startswith(f"usage: titan {words[0]} ")
-        assert (
-            said.err
-            == f"titan {name} is now `titan {' '.join(words)}`; write that, the old name ends\n"
-        )
     for name, words in ALIASES.items():
         if words[0] not in command_names():
             assert cli.main([name]) == 2 and "unknown" in capsys.readouterr().err
@@ -308,7 +299,6 @@ def test_check_tells_everything_in_the_way() -> None:
     ("argv", "place"),
     [
         (["trian", DEBUG], "command line: trian: unknown command; did you mean 'train'?"),
-        (["reproduce"], "command line: reproduce: is gone; `titan sim` takes the jobs of train_"),
         (["train"], "command line: no job file"),
         (["train", "none.toml"], "none.toml: "),
         (["train", DEBUG, "--nprocs=2"], "command line: --nprocs: "),

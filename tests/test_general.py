@@ -122,7 +122,6 @@ def test_no_picture_is_named() -> None:
     assert _found(_PICTURE, paths).keys() == {
         "titan/huggingface/hf_model.py",  # the names of diffusers' files
         "titan/config/plug_ins.py",  # names of entry points
-        "titan/base/moved.py",  # former names
         "titan/checkpoint/saved_model.py",  # models without text
         "titan/data/pictures.py",
     }

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-
-import pytest
-
-from titan.base import moved
 
 ROOT = Path(__file__).parents[1]
 # The parts of titan, from the bottom up: each may import those of the floors below its own. Imports for type checkers count like
@@ -112,7 +106,7 @@ def test_nothing_knows_titan_contrib() -> None:
     knowing = {
         path.relative_to(ROOT).as_posix(): {*re.findall(r"\btitan[./]contrib[./](\w+)", text)}
         for module, path in SOURCES.items()
-        if module != "titan.base.moved" and (text := path.read_text(encoding="utf-8"))
+        if (text := path.read_text(encoding="utf-8"))
     }
     strangers = {
         file: names
@@ -202,11 +196,3 @@ def test_no_hook_assigns_a_field_of_the_run_or_of_another_hook() -> None:
         if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self"
     ]
     assert assigned == []
-
-
-def test_former_names_lead_to_modules_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name.rstrip("."): today for name, today in moved.names_today().items()}
-    assert {*names.values()} <= SOURCES.keys() and not SOURCES.keys() & names.keys()
-    monkeypatch.delitem(sys.modules, "titan.trainer", raising=False)
-    with pytest.warns(FutureWarning, match=r"titan\.trainer is now titan\.run\.trainer"):
-        assert import_module("titan.trainer") is import_module("titan.run.trainer")

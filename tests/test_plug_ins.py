@@ -51,7 +51,7 @@ def eager(run):
     from titan.run.hook import Hook
 
     class Eager(Hook):
-        is_first = True
+        priority = -1
 
     return Eager()
 '''

@@ -2,13 +2,9 @@
 
 from pathlib import Path
 
-from titan.base.moved import install
-
 __version__ = "0.1.0"
 
 # The model zoo lies beside titan/ and an installation puts it inside. In a clone that is not installed, find it where it lies.
 _here = Path(__file__).parent
 if not (_here / "models").exists() and (_here.parent / "models" / "llama3").exists():
     __path__.append(str(_here.parent))
-
-install()

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from titan.commands import (
     ALIASES,
-    FORMER,
     GONE,
     command_groups,
     command_names,
@@ -38,12 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if former := FORMER.get(name):
-        new = " ".join(former)
-        print(
-            f"titan {name} is now `titan {new}`; write that, the old name ends", file=sys.stderr
-        )
-    name, *rest = (*(former or ALIASES.get(name, (name,))), *rest)
+    name, *rest = (*ALIASES.get(name, (name,)), *rest)
     if name == "help" and rest:
         name, rest = rest[0], ["--help"]
     names = command_names()

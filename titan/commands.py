@@ -108,25 +108,17 @@ ALIASES = {
     "export": ("convert", "to-hf"),
     "import": ("convert", "from-hf"),
     "chat": ("generate", "--interactive"),
-}
-"""Words of other programs for titan's commands."""
-FORMER = {
-    "configs": ("config", "--list"),
     "schema": ("config", "--schema"),
-    "autosac": ("plan", "--only", "sac"),
-    "pipeline": ("sim", "--pipeline"),
 }
-"""Names that commands had. They work in this release."""
+"""Other words for titan's commands, mostly of other programs."""
 GONE = {
-    "autofsdp": "is now `titan plan --only fsdp`",
-    "reproduce": "is gone; `titan sim` takes the jobs of train_configs/published",
     "version": "write `titan --version`",
     **dict.fromkeys(
         ("lora", "sft", "finetune", "serve"),
         "titan has no LoRA and no server; `titan train` fine-tunes all weights on conversations: docs/data.md",
     ),
 }
-"""Advice about commands that are gone, or that titan never had."""
+"""Advice about commands that titan does not have."""
 
 
 def command_groups() -> dict[str, list[str]]:

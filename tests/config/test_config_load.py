@@ -248,3 +248,23 @@ def test_resolved_toml_loads_to_an_equal_config(
     path.write_text(to_toml(config, comments=comments), encoding="utf-8")
     assert load_config(path) == config
     assert to_toml(load_config(path)) == to_toml(config)
+
+
+def test_keys_of_another_titan_in_the_config_of_a_run(tmp_path: Path) -> None:
+    """A run's own config has every key of the titan that wrote it. What this one lacks is named; in a job it is an error."""
+    job = tmp_path / "config.toml"
+    job.write_text("[training]\nsteps = 7\nspeed = 1\n\n[kennel]\ndogs = 2\n")
+    with pytest.raises(ConfigError, match=r"training\.speed: unknown key"):
+        load_config(job)
+    (tmp_path / "environment.json").write_text("{}")
+    config = load_config(job)
+    assert config.training.steps == 7
+    [warning] = config.source_map.warnings
+    assert warning.endswith("no such keys, so they are not read: training.speed, kennel")
+    # Mistakes in keys that it has, and in what is laid over it, are mistakes.
+    job.write_text("[training]\nsteps = 'seven'\n")
+    with pytest.raises(ConfigError, match=r"training\.steps: expected a whole number"):
+        load_config(job)
+    job.write_text("[training]\nsteps = 7\n")
+    with pytest.raises(ConfigError, match=r"training\.speed: unknown key"):
+        load_config(job, overrides=["training.speed=1"])

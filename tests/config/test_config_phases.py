@@ -133,14 +133,6 @@ WRONG = [
         "parallelism.data_parallel_shard_degree: in phase 2, pp 1 x dp_replicate 1 x dp_shard 4 x cp 2",
     ),
     (
-        {"pipeline_parallel_degree": 2},
-        {
-            "model": {"name": "qwen3", "flavor": "tiny_moe"},
-            "parallelism": {"expert_overlap": True},
-        },
-        "parallelism.expert_overlap: in phase 2, a pipeline has its own order",
-    ),
-    (
         {"context_parallel_degree": 2},
         {"checkpoint": {"enable": False}},
         "set checkpoint.enable = true",

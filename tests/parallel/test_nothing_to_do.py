@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from titan.parallel import (
-    Overlap,
     apply_ac,
     apply_compile,
     apply_cp,
@@ -97,7 +96,6 @@ HELPERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "ddp": (lambda m, mesh: apply_ddp(m, mesh=mesh, blocks=[], gradients="mean"), "no block of Net"),
     "sync": (lambda m, _: set_gradient_sync(m, True), "Net is not sharded"),
     "replicas": (lambda m, _: require_equal_replicas([m]), "no parameter of Net is replicated"),
-    "overlap": (lambda m, _: Overlap(m), "no module of Net has a `dispatcher`"),
     "stages": (
         lambda *_: split_stages(2, num_ranks=2, num_microbatches=2, modules=[["layers.0", "layers.1"], []]),
         "modules are named for 1 stages, the schedule has 2",

@@ -22,7 +22,6 @@ from titan.parallel.one_rank import stay_on_rank
 
 EXPERTS: Any = {"model": ("qwen3", "tiny_moe"), "documents": False}
 SPLIT_EXPERTS = (("expert_parallel_degree", 2),)
-TWO_AT_ONCE = (*SPLIT_EXPERTS, ("expert_overlap", True))
 LAYOUTS = [
     Layout("one process"),
     Layout("three micro-batches", accumulation=4),
@@ -41,7 +40,6 @@ LAYOUTS = [
     Layout("stages of one rank, split backward pass", pp(2), settings=ZERO_BUBBLE),
     Layout("two stages a rank", pp(2), settings=schedule("Interleaved1F1B")),
     Layout("experts of one rank", fsdp(2), 2, settings=SPLIT_EXPERTS, **EXPERTS),
-    Layout("overlapped experts", fsdp(2), 2, settings=TWO_AT_ONCE, **EXPERTS),
 ]
 
 

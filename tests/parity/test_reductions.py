@@ -31,7 +31,6 @@ ONCE, APART = (("fsdp_reduce_gradients", "step"),), (("fsdp_separate_reduce_scat
 STAGES = (*APART, *schedule("Interleaved1F1B"))
 EXPERTS: dict[str, Any] = {"model": ("qwen3", "tiny_moe"), "documents": False}
 SPLIT_EXPERTS = (("expert_parallel_degree", 2), *APART)
-TAKING_TURNS = (*SPLIT_EXPERTS, *ONCE, ("expert_overlap", True))
 LAYOUTS = [
     Layout("FSDP2, ZeRO-2, once", fsdp(2), 4, settings=(*ONCE, *NEVER)),
     Layout("HSDP, ZeRO-3, once", (*REPLICAS, *fsdp(2)), 2, settings=(*ONCE, *ALWAYS)),
@@ -39,13 +38,6 @@ LAYOUTS = [
     Layout("FSDP2, full AC, once", fsdp(2), 2, settings=ONCE, recompute="full", repeats=True),
     Layout("FSDP2 on the host, once", fsdp(2), 2, settings=ONCE, offload=True, repeats=True),
     Layout("FSDP2, EP 2, apart, once", fsdp(4), 2, settings=(*SPLIT_EXPERTS, *ONCE), **EXPERTS),
-    Layout(
-        "FSDP2, EP 2 in two micro-batches, once, apart",
-        fsdp(2),
-        4,
-        settings=TAKING_TURNS,
-        **EXPERTS,
-    ),
     Layout("FSDP2, apart", fsdp(2), 2, settings=APART, repeats=True),
     Layout("HSDP, apart", (*REPLICAS, *fsdp(2)), 2, settings=APART, repeats=True),
     Layout("PP interleaved x FSDP2, apart", (*pp(2), *fsdp(2)), settings=STAGES),

@@ -115,18 +115,6 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             "simulator": {"expert_imbalance": 1.5},
         },
     ),
-    "EP, two micro-batches that overlap": (
-        4,
-        {
-            "model": {
-                "name": "qwen3",
-                "flavor": "tiny_moe",
-                "overrides": {"n_layers": 17, "n_dense_layers": 1},
-            },
-            "parallelism": {"expert_parallel_degree": 2, "expert_overlap": True},
-            "training": {"seq_len": 64, "local_batch_size": 2, "global_batch_size": 16},
-        },
-    ),
     "1F1B, EP, TP": (
         8,
         {

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,32 +138,3 @@ def test_the_host_issues_for_as_long_as_the_profile_says(
     # Python, autograd and hooks come on top of the launch itself.
     assert min(took) > profile.launch_us
     assert max(took) > profile.launch_transfer_us
-
-
-def test_exchanges_of_one_micro_batch_and_products_of_the_other_overlap(tmp_path: Path) -> None:
-    size = [
-        "--model.overrides.n_layers=6",
-        "--training.global_batch_size=32",
-        "--compile.enable=false",
-    ]
-    job = ["train_configs/qwen3_30b_a3b.toml", *size, "--parallelism.expert_overlap"]
-    trace = tmp_path / "trace.json"
-    where = ["--world-size=16", "--hardware=h100-sxm", f"--trace={trace}"]
-    assert main(["sim", *job, *where]) == 0
-    spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for row in rows(trace.read_text()):
-        what = "exchange" if "SendRecv(ep" in row["name"] else row["cat"]
-        if row["stream"] >= 0 and row["dur"] and row["pid"] == 0:
-            spans.setdefault((row.get("action", ""), what), []).append(
-                (row["ts"], row["ts"] + row["dur"])
-            )
-    facts: list[float] = []
-    for one, other in (("first", "second"), ("second", "first")):
-        exchanges = [s for s in spans[one, "exchange"] if s[1] - s[0] > 50]  # us: not of counts
-        covered = sum(
-            max(0.0, min(end, e) - max(start, s))
-            for start, end in exchanges
-            for s, e in spans[other, "kernel"]
-        )
-        facts.append(covered / sum(end - start for start, end in exchanges))
-    assert min(facts) > 0.8, facts

@@ -174,21 +174,6 @@ def test_what_was_asked_for_is_searched_with_and_without() -> None:
     assert finder.seconds(with_both) < finder.seconds(replace(plain, also=()))
 
 
-def test_overlap_needs_two_micro_batches_and_their_memory() -> None:
-    argv = ["train_configs/qwen3_30b_a3b.toml", "--training.global_batch_size=64"]
-    finder = LayoutSearch(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=16, also=["expert_overlap"])  # fmt: skip
-    plain = finder.own()
-    assert plain is not None and finder.legal(plain)
-    both = ["expert_overlap", "expert_overlap_reduce_once"]
-    two = LayoutSearch(argv, finder.config, finder.profile, world_size=16, also=both)
-    assert two.also == [(), (both[1],), (both[0],)]  # the second contains the first
-    pair = replace(plain, also=("expert_overlap",))
-    assert finder.settings(pair)["parallelism.expert_overlap"] == "true"
-    assert finder.legal(pair) and not finder.legal(replace(pair, batch=4))  # one micro-batch
-    assert finder.estimated_gib(pair) > finder.estimated_gib(plain) * 1.02
-    assert finder.seconds(pair) < finder.seconds(plain)
-
-
 def test_too_big_is_left_out() -> None:
     """405B on 64 devices of 80 GB: no layout holds its states."""
     overrides = ["--parallelism.tensor_parallel_degree=8", "--training.global_batch_size=64"]

@@ -63,12 +63,6 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "experts": {"model": ("qwen3", "tiny_moe")},
         "EP": {"model": ("qwen3", "tiny_moe"), "settings": (("expert_parallel_degree", 2),)},
     },
-    "expert overlap": {
-        "overlap": {"settings": (("expert_overlap", True),)},
-        "overlap reduced once": {
-            "settings": (("expert_overlap", True), ("expert_overlap_reduce_once", True))
-        },
-    },
     "recomputation": {
         "full AC": {"recompute": "full"},
         "op AC": {"recompute": "selective"},
@@ -101,7 +95,7 @@ BESIDE = {
     "them with positions that restart at each document (data.reset_positions), on one process and PP x FSDP2. No triple has such positions",
     "linear attention": "tests/models/test_hybrids.py crosses Qwen3-Next and Granite's hybrid with FSDP2, TP, CP of 2 and 4 by all-gather, "
     "ring and Ulysses, contiguous parts, 1F1B, Interleaved1F1B, EP, documents with positions that restart, compile, full and op AC, up to "
-    "three at a time. Nothing crosses it with DDP, HSDP, ZeRO-2, InterleavedZeroBubble, the overlap of experts, float8, MTP, Muon, "
+    "three at a time. Nothing crosses it with DDP, HSDP, ZeRO-2, InterleavedZeroBubble, float8, MTP, Muon, "
     "frozen parameters or the host; accumulation only through pipelines",
     "average of the weights": "tests/optim/test_average.py crosses it with FSDP2, DDP, HSDP, TP, CP and 1F1B, one at a time. Nothing "
     "crosses it with experts, compile, float8, Muon, frozen parameters or weights on the host",
@@ -137,7 +131,6 @@ def techniques_of(layout: Layout) -> frozenset[str]:
         {"allgather": "CP all-gather", "ring": "CP ring", "ulysses": "CP Ulysses"}[rotate] if "cp" in degrees else "",
         settings.get("pipeline_parallel_schedule", "1F1B") if "pp" in degrees else "",
         ("EP" if settings.get("expert_parallel_degree", 1) > 1 else "experts") if has_experts else "",
-        {(True, False): "overlap", (True, True): "overlap reduced once"}.get(_overlaps(settings), ""),
         {"full": "full AC", "selective": "op AC", "2": "AC of every second block"}.get(layout.recompute, ""),
         "memory budget" if layout.recompute == "memory_budget" else "",
         "compile" if layout.compiled else "",
@@ -151,12 +144,6 @@ def techniques_of(layout: Layout) -> frozenset[str]:
         "activations on the host" if layout.keep_in == "host" else "",
     }  # fmt: skip
     return frozenset(found & FACTOR_OF.keys())
-
-
-def _overlaps(settings: dict[str, Any]) -> tuple[bool, bool]:
-    return settings.get("expert_overlap", False), settings.get(
-        "expert_overlap_reduce_once", False
-    )
 
 
 @cache
@@ -188,18 +175,13 @@ def triples_within(techniques: Iterable[str]) -> set[frozenset[str]]:
     return {frozenset(three) for three in combinations(sorted(techniques), 3)}
 
 
-# What techniques may need to be allowed, and what an overlap needs.
+# What techniques may need to be allowed.
 HELPERS = ((), ("compile",), ("FSDP2",), ("experts",), ("compile", "FSDP2"))
-FOR_OVERLAP = tuple(
-    ("EP", "accumulation", *more)
-    for more in ((), ("FSDP2",), ("compile",), ("compile", "FSDP2"))
-)
 
 
 def possible(three: frozenset[str]) -> frozenset[str] | None:
     """Return the smallest set of techniques with these three that titan does not refuse; None if there is none."""
-    overlaps = any(FACTOR_OF[t] == "expert overlap" for t in three)
-    for helpers in FOR_OVERLAP if overlaps else HELPERS:
+    for helpers in HELPERS:
         if not refusal(three.union(helpers)):
             return three.union(helpers)
     return None

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from tests.support.layouts import Layout, train
 from titan.config.schema import JobConfig
-from titan.contrib.expert_overlap import overlap
 from titan.contrib.transformers.model import TransformersModel
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
@@ -23,7 +21,6 @@ from titan.models.common.dispatch import count
 from titan.models.llama3.model import Llama
 from titan.numerics.certify import steps
 from titan.optim import expert_bias
-from titan.parallel import collectives, expert
 from titan.step import parallelize, train_step
 
 
@@ -130,43 +127,6 @@ def none_to_one_rank() -> None:
     _prefer(lambda num_experts: list(range(num_experts // 4, num_experts)))
 
 
-def lost_row() -> None:
-    """Lose a row that the second of two micro-batches receives."""
-    _receive(lambda rows: torch.cat([rows[:-1], torch.zeros_like(rows[-1:])]))
-
-
-def row_sent_twice() -> None:
-    """Duplicate a row that the second of two micro-batches receives, in place of another."""
-    _receive(lambda rows: torch.cat([rows[:-1], rows[-2:-1]]))
-
-
-def _receive(change: Callable[[Tensor], Tensor]) -> None:
-    def receive(*args: Any, **options: Any) -> Tensor:
-        rows = whole(*args, **options)
-        return change(rows) if collectives.turns.number == 1 and len(rows) > 1 else rows
-
-    whole = expert.all_to_all_tokens
-    expert.all_to_all_tokens = receive
-
-
-def mixed_gradients() -> None:
-    """Add the gradients of two micro-batches to one of a unit."""
-    overlap._Unit._keep_apart = lambda *_: None
-
-
-def second_before_first() -> None:
-    """Add the gradients of the second of two micro-batches first."""
-    backward = overlap.Overlap.backward
-    overlap.Overlap.backward = lambda self, losses, **options: backward(
-        self, losses[::-1], **options
-    )
-
-
-def freed_early() -> None:
-    """Free a unit when the first of two micro-batches leaves it."""
-    overlap._Unit._reshard = lambda _, method: method()
-
-
 def _prefer(experts: Callable[[int], list[int]]) -> None:
     def reset_buffers(self: moe.MoE) -> None:
         reset(self)
@@ -190,11 +150,6 @@ FAULTS: dict[str, Callable[[], None]] = {
         all_to_one_expert,
         all_to_one_rank,
         none_to_one_rank,
-        lost_row,
-        row_sent_twice,
-        mixed_gradients,
-        second_before_first,
-        freed_early,
     )
 }
 

@@ -259,14 +259,6 @@ JOBS: dict[str, tuple[JobConfig, str]] = {
         model("llama3", optimizer={"name": "Muon"}, training={"global_batch_size": 8}),
         "hsdp",
     ),
-    "two micro-batches at a time": (
-        model(
-            "deepseek_v3",
-            training={"global_batch_size": 8},
-            parallelism={"expert_overlap": True},
-        ),
-        "ep",
-    ),
     "8-bit moments": (model("llama3", optimizer={"name": "AdamW8bit"}), "tp"),
 }
 
@@ -281,7 +273,7 @@ def test_other_layouts_leave_out_the_keys_of_axes_that_they_lack() -> None:
     config = model(
         "deepseek_v3",
         training={"global_batch_size": 8},
-        parallelism={"expert_overlap": True, "fsdp_separate_reduce_scatter": True},
+        parallelism={"fsdp_separate_reduce_scatter": True},
         comm={"nccl": {"dp_shard": {"max_ctas": 4}}},
     )
     certifier = Certifier(config, resolve_layout(config, 1))

@@ -163,7 +163,7 @@ def load_text(text: str, *, name: str, overrides: Iterable[str] = ()) -> JobConf
         file.write(text.encode())
         file.flush()
         try:
-            config = load_config(file.name, overrides=overrides)
+            config = load_config(file.name, overrides=overrides, of_run=True)
         except ConfigError as error:
             raise ConfigError(
                 replace(problem, file=name) if problem.file == file.name else problem

@@ -18,7 +18,6 @@ def check_experts(config: JobConfig) -> Iterator[RuleViolation]:
             f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
             "experts over tensor-parallel ranks, too",
         )
-    yield from _overlap(config)
     routing = config.simulator.routing
     if routing.endswith(".json") and not Path(routing).is_file():
         yield "simulator.routing", f"there is no file {routing}; name the experts.json of a run"
@@ -32,20 +31,3 @@ def check_experts(config: JobConfig) -> Iterator[RuleViolation]:
         config.debug.moe_force_load_balance
     ):
         yield key, "has no effect on a model without experts; remove it"
-
-
-def _overlap(config: JobConfig) -> Iterator[RuleViolation]:
-    parallel, key = config.parallelism, "expert_overlap"
-    if not parallel.expert_overlap:
-        if parallel.expert_overlap_reduce_once:
-            yield f"{key}_reduce_once", f"needs {key} = true; set that, or use false"
-        return
-    if parallel.expert_parallel_degree == 1:
-        yield key, "needs expert_parallel_degree = 2 or more; set that, or use false"
-    if parallel.pipeline_parallel_degree > 1:
-        fix = 'use false, or pipeline_parallel_schedule = "DualPipeV"'
-        yield key, f"a pipeline has its own order of micro-batches; {fix}"
-    if config.steps_in_backward:
-        other = "optimizer.early_step_in_backward"
-        reason = f"{other} would update weights that the second micro-batch still needs"
-        yield key, f"{reason}; use false for one of them"

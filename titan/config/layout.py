@@ -135,17 +135,8 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     unit = (
         f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
     )
-    key, overlap = "training.global_batch_size", "parallelism.expert_overlap"
     if size > 0 and size % per_pass:
-        yield key, _not_a_multiple(size, per_pass, unit)
-    elif size == per_pass and config.parallelism.expert_overlap:
-        fix = f"use {2 * size}, or a smaller local_batch_size"
-        yield key, f"a step has one micro-batch ({unit}), and {overlap} needs two; {fix}"
-    elif size == -1 and config.parallelism.expert_overlap:
-        yield (
-            overlap,
-            f"a step has one micro-batch, and no second one; use {key} = {2 * per_pass}",
-        )
+        yield "training.global_batch_size", _not_a_multiple(size, per_pass, unit)
 
 
 def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:

@@ -31,7 +31,6 @@ from .errors import (
     key_text,
     parent,
 )
-from .former import drop_former_keys
 from .keys import field_at, sections_with
 from .layer import ConfigLayer
 from .messages import explain, likely_key
@@ -61,7 +60,11 @@ class Arguments:
 
 
 def load_config(
-    job: Path | str, *, overlays: Iterable[Path | str] = (), overrides: Iterable[str] = ()
+    job: Path | str,
+    *,
+    overlays: Iterable[Path | str] = (),
+    overrides: Iterable[str] = (),
+    of_run: bool = False,
 ) -> JobConfig:
     """Load the config of some files and overrides.
 
@@ -72,6 +75,8 @@ def load_config(
         job: the job file.
         overlays: files whose keys replace those of the job file.
         overrides: "section.key=value", which replace both.
+        of_run: the job file was written by a run. Keys that only the titan of that run has are left out, with a warning. This is
+            also so for a config.toml in a run folder.
 
     Raises:
         ConfigError: a file cannot be read, or a value is wrong.
@@ -98,7 +103,6 @@ def load_config(
     merged: dict[str, Any] = {}
     extensions = [extension() for extension in load_plug_ins("titan.extensions", of="load")]
     for layer in layers:
-        problems += drop_former_keys(layer)
         for extension in extensions:
             warnings, mistakes = extension.rename(layer)
             source_map.warnings += warnings
@@ -108,9 +112,25 @@ def load_config(
         with collect_problems(problems):
             source_map.warnings += extension.complete(merged, source_map.locations)
     config, mistakes = _validate(merged, source_map)
+    if of_run or _is_in_run_folder(Path(job)):
+        unread = [m for m in mistakes if m.file == str(job) and not _has_key(m.key)]
+        mistakes = [m for m in mistakes if m not in unread]
+        if unread:
+            names = ", ".join(m.key for m in unread)
+            source_map.warnings.append(
+                f"{job}: this titan has no such keys, so they are not read: {names}"
+            )
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)
     return config
+
+
+def _is_in_run_folder(job: Path) -> bool:
+    return job.name == "config.toml" and (job.parent / "environment.json").exists()
+
+
+def _has_key(key: str) -> bool:
+    return field_at(tuple(key.split("."))) is not None
 
 
 def _merge(

@@ -159,12 +159,6 @@ class ParallelismSection(Section):
     expert_parallel_degree: Positive = 1
     """Ranks that split the experts of a mixture of experts, taken from the data, context and tensor
     parallel ones: it must divide dp_shard x cp x tp. docs/moe.md says how to choose it."""
-    expert_overlap: bool = False
-    """Two micro-batches take turns: one computes while the other's tokens travel to their experts or
-    back. The numbers stay the same, and memory grows by the activations of one. docs/moe.md."""
-    expert_overlap_reduce_once: bool = False
-    """Add the gradients of the two micro-batches before they are reduced over ranks: half of the
-    communication, and sums in another order."""
     expert_tensor_parallel_degree: Positive = 1
     """Ranks that split the matrices of an expert. Only 1: FSDP shards experts over tensor-parallel
     ranks too, with the same numbers."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .stages import extract_stages
     from .tensor import apply_tp
 
-    Overlap: Any
     Recorder: Any
     require_equal_replicas: Any
     whole_shapes: Any
@@ -47,7 +46,6 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Overlap",
     "Pipeline",
     "Recorder",
     "apply_ac",

@@ -21,7 +21,6 @@ A recomputation runs the same kernels on the same inputs, so losses and gradient
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
@@ -126,12 +125,6 @@ def _existing(entry: str) -> Rule:
     return rule
 
 
-class _Running(threading.local):
-    """Number of running modules whose results are kept, nested, in a thread: two micro-batches that overlap run in two."""
-
-    depth = 0
-
-
 class _Selection:
     """The operations whose results blocks keep, and the counts and module depth that decide about each call."""
 
@@ -143,7 +136,7 @@ class _Selection:
         moves = any(rule.host for rules in self.rules.values() for rule in rules)
         self.offloader = Offloader() if moves else None
         self.keep_modules = keep_modules
-        self.running = _Running()
+        self.depth = 0  # of nested modules that run and whose results are kept
 
     def watch(self, block: nn.Module) -> None:
         """Register hooks that record when the modules of a block run whose results are kept."""
@@ -162,14 +155,14 @@ class _Selection:
     def _enter(self, *_: Any) -> None:
         # While a compiler traces, _in_kept_module asks it for the module path.
         if not torch.compiler.is_compiling():
-            self.running.depth += 1
+            self.depth += 1
 
     def _leave(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.running.depth -= 1
+            self.depth -= 1
 
     def _in_kept_module(self, within: str) -> bool:
-        if self.running.depth:
+        if self.depth:
             return True
         names = [within + name for name in traced_module_path()] if self.keep_modules else ()
         return any(fnmatchcase(n, pattern) for n in names for pattern in self.keep_modules)
@@ -181,7 +174,7 @@ class _Selection:
             within: name of the module that runs, followed by a dot. "" for the block itself.
         """
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
-        self.running.depth = 0  # after an exception, the exit hook of a module has not run
+        self.depth = 0  # after an exception, the exit hook of a module has not run
 
         def decide(name: str, recomputes: bool) -> Decision:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]

@@ -9,8 +9,6 @@ C ranks of the group. The first dimension is the one that a collective gathers, 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,20 +18,6 @@ from torch.autograd.function import once_differentiable
 
 _c10d = torch.ops._c10d_functional
 
-
-class _Turns(threading.local):
-    """Turn of the micro-batch that runs in this thread, for overlap.py.
-
-    Attributes:
-        number: number of the micro-batch, 0 or 1. None: it runs alone.
-        hand_over: called before a wait for tokens. It returns when this micro-batch may go on.
-    """
-
-    number: int | None = None
-    hand_over: Callable[[], None] | None = None
-
-
-turns = _Turns()
 
 # Results of `start_...` hold no valid numbers until `wait`.
 wait = _c10d.wait_tensor
@@ -129,13 +113,6 @@ class AsyncAllToAll:
         return _ReceiveTokens.apply(self._rows.pop(), self)
 
 
-def _wait_in_turn(arriving: Tensor) -> Tensor:
-    """Wait for tokens. Another micro-batch computes meanwhile, if there is one."""
-    if turns.hand_over is not None:
-        turns.hand_over()
-    return wait(arriving)
-
-
 def all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
     """Return x of all ranks: (...) -> (C, ...). Differentiable.
 
@@ -172,14 +149,14 @@ class _SendTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return _wait_in_turn(ctx.rows.gradients.pop()), None
+        return wait(ctx.rows.gradients.pop()), None
 
 
 class _ReceiveTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, rows: AsyncAllToAll) -> Tensor:
         ctx.rows = rows
-        return _wait_in_turn(arriving)
+        return wait(arriving)
 
     @staticmethod
     @once_differentiable

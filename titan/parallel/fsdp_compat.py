@@ -31,12 +31,6 @@ def gathered(group: Any) -> list[Any]:
     return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
-def data_parallel_groups(model: nn.Module) -> list[Any]:
-    """Return FSDP's groups of parameters of a model, in the order in which FSDP ends a backward pass."""
-    groups = (g for m in model.modules() for g in reversed(parameter_groups(m)))
-    return [*dict.fromkeys(groups)]  # a unit of several modules has one group
-
-
 def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
     """Call `then` each time FSDP has gathered the module's own parameters. Never, if it does not shard the module."""
     # FSDP waits for its groups in order, so the last one is the end of gathering.

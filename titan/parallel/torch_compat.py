@@ -340,10 +340,6 @@ def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = No
             _set_pg_timeout(timeout, group)
 
 
-also_forget: list[Callable[[], None]] = []
-"""Functions that `forget_mesh` calls, too: they end threads with separate caches of torch."""
-
-
 def forget_mesh() -> None:
     """End all process groups but the default one, with everything that torch keeps of their meshes and compiled programs.
 
@@ -352,8 +348,6 @@ def forget_mesh() -> None:
     for group in [*dist.distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    for forget in also_forget:
-        forget()
     # By its type: `isinstance` would ask objects that stand for others. A loop would keep its last object alive.
     found = [thing for thing in gc.get_objects() if type(thing) is type(_with_random_state)]
     for cached in found:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -73,13 +72,11 @@ class Hook:
             below 200. A row of metrics has the columns of the hooks before Metrics, and a checkpoint has its step's row.
         state_key: if set, `state_dict` is saved under this name in each checkpoint's titan.json and given back on a resume.
         judges: `accept` decides about each step. The host then waits for the device in each step.
-        is_first: former way to come before all other hooks. Set a negative priority instead.
     """
 
     priority: ClassVar[int] = 500
     state_key = ""
     judges = False
-    is_first = False
 
     def resume(self) -> None:
         """Load a state to continue from, before anything of the run is open."""
@@ -140,10 +137,3 @@ class Hook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint."""
-
-
-def __getattr__(name: str) -> Any:
-    """Return RunProgress under its former name, for packages of one more release."""
-    if name == "RunContext":
-        return import_module("titan.run.progress").RunProgress
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -51,5 +51,5 @@ def standard_hooks(trainer: RunProgress) -> list[Hook]:
     for name, factory in load_hooks().items():
         hook = factory(trainer)
         if hook is not None:
-            built.append((-1 if hook.is_first else hook.priority, name, hook))
+            built.append((hook.priority, name, hook))
     return [hook for *_, hook in sorted(built, key=lambda row: row[:2])]

@@ -79,9 +79,8 @@ def estimate_memory(
         ends = model_config.num_embedding_params  # a unit at each end, as large
         unit = model_config.num_block_params * config.parallelism.fsdp_blocks_per_unit
         at_once = max(unit, ends) / params
-    # For one forward pass on one rank, or for two that overlap, before tensor parallelism.
-    passes = 1 + config.parallelism.expert_overlap
-    tokens = passes * config.training.local_batch_size * config.training.seq_len / layout.cp
+    # For one forward pass on one rank, before tensor parallelism.
+    tokens = config.training.local_batch_size * config.training.seq_len / layout.cp
     kept, recomputed = activation_elements(config, model_config, layout, layers=layers)
     recomputed /= _num_microbatches(config, layout)  # one at a time
     compute_bytes = _BYTES[config.training.compute_dtype]

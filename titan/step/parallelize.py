@@ -31,7 +31,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from titan.base.untrusted import InputError
 from titan.config.model import frozen_names, tensor_plan_of
-from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import (
     ActivationCheckpointSection,
     CompileSection,
@@ -373,24 +372,6 @@ def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
             )
 
     return prepare
-
-
-def overlap_of(model: nn.Module, section: ParallelismSection) -> Any:
-    """Return what runs two micro-batches of a model at a time (overlap.NAME of `titan.extensions`), or None.
-
-    Raises:
-        InputError: no installed part can, or the model cannot, as if it draws random numbers.
-    """
-    if not section.expert_overlap:
-        return None
-    key = "parallelism.expert_overlap"
-    overlaps = load_plug_ins("titan.extensions", of="overlap")
-    if not overlaps:
-        raise InputError(f"{key}: no installed part overlaps micro-batches; use false")
-    try:
-        return overlaps[0](model, reduce_once=section.expert_overlap_reduce_once)
-    except ValueError as error:
-        raise InputError(f"{key}: {error}") from error
 
 
 def compile_log_of(section: CompileSection, num_blocks: int) -> CompileLog | None:

@@ -42,10 +42,9 @@ class RandomDraws:
         self.seed, self.device = config.debug.seed, device
         # Replica groups hold other samples, too.
         self.place = (replica_group(config), *(mesh.get_coordinate() or ()))
-        self.overlaps = config.parallelism.expert_overlap
         recomputes = recompute.mode != "none" and not recompute.preserve_rng_state
         known = any(map(drawing_modules, parts))
-        self.is_watched = (recomputes or self.overlaps) and not known
+        self.is_watched = recomputes and not known
         self.before: Tensor | None = None
         self.source: Any = (
             torch.random if device.type == "cpu" else torch.get_device_module(device)
@@ -58,17 +57,16 @@ class RandomDraws:
             self.before = self.source.get_rng_state()
 
     def end(self) -> None:
-        """Raise InputError if the passes have drawn random numbers that a recomputation or another order would draw differently."""
+        """Raise InputError if the passes have drawn random numbers that a recomputation would draw differently."""
         if self.before is None:
             return
         before, self.before, self.is_watched = self.before, None, False
         if torch.equal(before, self.source.get_rng_state()):
             return
-        text = "the forward pass draws random numbers, and "
-        if self.overlaps:
-            text += "two micro-batches at a time draw others than one after the other: use parallelism.expert_overlap = false"
-        else:
-            text += "a recomputation would draw others, which makes gradients wrong: set activation_checkpoint.preserve_rng_state = true"
+        text = (
+            "the forward pass draws random numbers, and a recomputation would draw others, which makes gradients wrong: set "
+            "activation_checkpoint.preserve_rng_state = true"
+        )
         if self.device.type == "cpu":
             raise InputError(text)
         _LOG.warning(text)  # and no more: kernels of attention may count as drawing some

@@ -48,7 +48,6 @@ from titan.step.parallelize import (
     backward_preparer,
     compile_log_of,
     moes_of,
-    overlap_of,
     parallelize,
 )
 from titan.step.random_draws import RandomDraws
@@ -81,7 +80,6 @@ class TrainStep:
         float8: layers that compute in 8 bits.
         balance: balances the load of experts by their routing biases.
         average: average of the weights.
-        overlap: runs two micro-batches at a time, as titan.parallel.Overlap does.
         is_fake: tensors hold no numbers, as in the simulator. Random numbers are not drawn, and labels cannot be counted.
     """
 
@@ -99,7 +97,6 @@ class TrainStep:
     float8: list[Conversion]
     balance: ExpertBiasBalancer
     average: Average | None = None
-    overlap: Any = None
     is_fake: bool = False
 
     def __post_init__(self) -> None:
@@ -155,16 +152,14 @@ class TrainStep:
         if self.compile_log is not None:
             torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
         losses = []
-        at_once = 1 if self.overlap is None else 2
-        for start in range(0, len(local), at_once):
-            is_last = start + at_once >= len(local)
+        for number, batch in enumerate(local, start=1):
+            is_last = number == len(local)
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.in_backward is not None:
                 self.in_backward.active = is_last and (
                     targets is None or targets.values()[0] > 0
                 )
-            now = local[start : start + at_once]
-            losses += self._forward_backward(now, divisor, is_last=is_last)
+            losses.append(self._forward_backward(batch, divisor, is_last=is_last))
         self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
@@ -316,36 +311,22 @@ class TrainStep:
                 optimizer=self.optimizer if isinstance(self.optimizer, FusedAdam) else None,
             )
 
-    def _forward_backward(
-        self, batches: Sequence[Microbatch], divisor: Tensor, *, is_last: bool
-    ) -> list[Tensor]:
-        """Add the gradients of a micro-batch, or of two that overlap. Return the loss of each, summed over this rank's tokens."""
+    def _forward_backward(self, batch: Microbatch, divisor: Tensor, *, is_last: bool) -> Tensor:
+        """Add the gradients of a micro-batch. Return its loss, summed over this rank's tokens."""
         if self.pipeline is not None:
-            (batch,) = batches
             losses = self.pipeline.step(
                 batch.input, batch.targets, divide_by=divisor, **batch.inputs
             )
             self.on_event("backward")
-            return [self._total(losses)]
+            return self._total(losses)
         (model,) = self.model_parts
-        forwards = [partial(self._loss, batch) for batch in batches]
+        self.prepare_backward(model, is_last=is_last)
+        loss = self._loss(batch)
+        self.on_event("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
-        if len(batches) == 1:
-            self.prepare_backward(model, is_last=is_last)
-            losses = [forwards[0]()]
-            self.on_event("forward")
-            (losses[0] / divisor).backward()
-        else:
-            assert self.overlap is not None
-            losses = self.overlap.forward(forwards)
-            self.draws.end()  # before recomputations, which would restore the generators
-            self.on_event("forward")
-            self.overlap.backward(
-                [loss / divisor for loss in losses],
-                prepare=lambda last: self.prepare_backward(model, is_last=is_last and last),
-            )
+        (loss / divisor).backward()
         self.on_event("backward")
-        return [loss.detach() for loss in losses]
+        return loss.detach()
 
     def _loss(self, batch: Microbatch, loss: LossFunction | None = None) -> Tensor:
         """Return the loss of a micro-batch, or what another function makes of the model's output."""
@@ -442,7 +423,6 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         compile_log=compile_log_of(config.compile, num_blocks),
         float8=float8,
         average=build_average(model_parts, config),
-        overlap=overlap_of(model, config.parallelism),
         balance=ExpertBiasBalancer.of(
             {n: m for part in model_parts for n, m in moes_of(part).items()}, mesh
         ),

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.base.run_writer import run_files
@@ -136,8 +135,6 @@ class Profiler:
             ),
             on_trace_ready=self._write_trace,
             record_shapes=self.section.record_shapes,
-            # The second of two micro-batches that overlap runs in another thread.
-            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
 
     def action_of(self, step: int) -> ProfilerAction:

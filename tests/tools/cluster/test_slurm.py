@@ -215,7 +215,9 @@ def test_the_page(slurm: Slurm, tmp_path: Path) -> None:
     checked = checked.replace("--partition gpu", "--partition low --gpus-per-node 2 --submit")
     script = f"{batch} --job.dump_folder=outputs/on_slurm\n{checked} --job.dump_folder=outputs/checked"
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    assert main(["configs", "debug_model", "--output", str(tmp_path / "job.toml")]) == 0
+    assert (
+        main(["config", "--list", "debug_model", "--output", str(tmp_path / "job.toml")]) == 0
+    )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = slurm.run("bash", "-ec", script, cwd=tmp_path, PATH=path, GLOO_SOCKET_IFNAME="eth0")
     jobs = re.findall(r"Submitted batch job (\d+)", said)

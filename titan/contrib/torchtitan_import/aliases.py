@@ -36,6 +36,7 @@ UNUSED: dict[str, Any] = {
     "debug.deterministic_warn_only": False,
     "experimental.custom_args_module": "",
     "experimental.custom_import": "",
+    "fault_tolerance.semi_sync_method": "",
     "job.custom_config_module": "",
     "memory_estimation": {},
     "model.print_after_conversion": False,
@@ -51,9 +52,15 @@ IGNORED = (
     "validation.dataloader",
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice",
     "fault_tolerance.process_group",
+    "fault_tolerance.sync_steps",
+    "fault_tolerance.should_quantize",
+    "fault_tolerance.fragment_sync_delay",
+    "fault_tolerance.fragment_update_alpha",
 )
 # Replacements for some of these keys.
 _INSTEAD = {
+    "fault_tolerance.semi_sync_method": "replica groups sum their gradients in every step. Over a slow link use HSDP in place of groups "
+    "(parallelism.data_parallel_replicate_degree)",
     "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.losses, titan.sources)",
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
     "parallelism.expert_parallel_comm_backend": 'use "standard", an all-to-all; DeepEP is not built',

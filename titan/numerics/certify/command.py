@@ -60,7 +60,6 @@ _MOST_AXES = 3  # of two ranks each
 # One value in thousands that falls on the other side of a kink changes a gradient by less.
 _DRAWS, _ROUNDING = 5, 0.1
 _EP, _FLOAT8 = "parallelism.expert_parallel_degree", "quantize.linear.float8"
-_OVERLAP = ("parallelism.expert_overlap", "parallelism.expert_overlap_reduce_once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +231,6 @@ class Certifier:
         if not {"dp_shard", "cp"} & parts.keys():  # DDP gathers nothing, and scatters nothing
             keys |= {"parallelism.fsdp_blocks_per_unit": 1, "parallelism.fsdp_kept_blocks": 1}
             keys["parallelism.fsdp_separate_reduce_scatter"] = False
-        if "ep" not in parts or "pp" in parts:
-            keys |= dict.fromkeys(_OVERLAP, False)
         # For the job's own axes, and on CPUs without effect.
         keys |= {f"comm.nccl.{axis}": NcclGroupSection().model_dump() for axis in self.nccl}
         recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"

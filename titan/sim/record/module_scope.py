@@ -16,34 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan.parallel.collectives import turns
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record import torch_compat
-from titan.sim.record.trace import TURNS, Phase, Scope
+from titan.sim.record.trace import Phase, Scope
 
 _NO_NUMBER = 2**63  # nodes that accumulate gradients are numbered from here on
-
-
-class _Place:
-    """Place of a micro-batch in the program. Two that overlap have one each.
-
-    Attributes:
-        call: Operation of a block that is recomputed operation by operation.
-        fsdp: Module that FSDP communicates for, and whether it reduces gradients.
-    """
-
-    def __init__(self) -> None:
-        self.call = ""
-        self.path: list[str] = [""]
-        self.recomputing = 0
-        # Parallel lists, in ascending order: numbers of autograd nodes, and the module that makes the
-        # nodes from each number on.
-        self.numbers: list[int] = []
-        self.modules: list[str] = []
-        self.in_backward = False
-        self.compiled: tuple[str, bool] = ("", False)
-        self.fsdp: tuple[str, bool] | None = None
-        self.backward_module = ""
 
 
 class ScopeTracker:
@@ -52,6 +29,8 @@ class ScopeTracker:
     Attributes:
         phase: Phase of the step.
         action: Pipeline action, such as "2F0".
+        call: Operation of a block that is recomputed operation by operation.
+        fsdp: Module that FSDP communicates for, and whether it reduces gradients.
         on_backward: Called when a backward pass begins.
     """
 
@@ -66,47 +45,50 @@ class ScopeTracker:
         # The id of an error (the error itself would keep its frames alive), and the innermost module.
         self._failure = (0, "")
         self.on_backward = on_backward
-        self._places = _Place(), _Place()
+        self.call = ""
+        self.path: list[str] = [""]
+        self.recomputing = 0
+        # Parallel lists, in ascending order: numbers of autograd nodes, and the module that makes the
+        # nodes from each number on.
+        self.numbers: list[int] = []
+        self.modules: list[str] = []
+        self.in_backward = False
+        self.compiled: tuple[str, bool] = ("", False)
+        self.fsdp: tuple[str, bool] | None = None
+        self.backward_module = ""
         self._scopes: dict[tuple[Phase, str, str, str], Scope] = {}
-
-    @property
-    def _place(self) -> _Place:
-        """Place of the micro-batch that runs."""
-        return self._places[turns.number == 1]
 
     def begin(self) -> None:
         """Start over for another program."""
         self.phase, self.action = "setup", ""
-        for place in self._places:
-            place.in_backward = False
+        self.in_backward = False
 
     def current(self) -> Scope:
         """Return the scope of the running operation."""
-        place = self._place
-        phase, module = self.phase, place.path[-1]
+        phase, module = self.phase, self.path[-1]
         in_backward = torch_compat.in_backward()
-        if in_backward is not place.in_backward:
-            place.in_backward = in_backward
+        if in_backward is not self.in_backward:
+            self.in_backward = in_backward
             if in_backward:
                 self.on_backward()
         # The optimizer may run within the backward pass (early_step_in_backward).
         if in_backward and phase != "optimizer":
-            phase = "recompute" if place.recomputing else "backward"
-            if not place.recomputing:
+            phase = "recompute" if self.recomputing else "backward"
+            if not self.recomputing:
                 module = self._module_of_backward()
         # FSDP works for a module that does not run itself: prefetches, and work that a pipeline leaves
         # between actions.
-        if place.fsdp is not None and not (in_backward or module):
-            module, reduces = place.fsdp
+        if self.fsdp is not None and not (in_backward or module):
+            module, reduces = self.fsdp
             if reduces and phase == "forward":  # a pipeline leaves it for the end
                 phase = "backward"
         # Compiled code reports its inner modules by itself (`enter_compiled`).
-        inner, recomputes = place.compiled
+        inner, recomputes = self.compiled
         if inner:
             module = f"{module}.{inner}"
         if recomputes and phase == "backward":
             phase = "recompute"
-        return self._shared(phase, module, place.call)
+        return self._shared(phase, module, self.call)
 
     def in_action(self, scope: Scope) -> Scope:
         """Return the same scope in the current pipeline action."""
@@ -114,8 +96,7 @@ class ScopeTracker:
 
     def _shared(self, phase: Phase, module: str, call: str) -> Scope:
         """Return a scope of the current action. Equal scopes are one object."""
-        number = turns.number
-        key = (phase, module, self.action if number is None else TURNS[number], call)
+        key = (phase, module, self.action, call)
         scope = self._scopes.get(key)
         if scope is None:
             scope = self._scopes[key] = Scope(*key)
@@ -123,20 +104,20 @@ class ScopeTracker:
 
     def _module_of_backward(self) -> str:
         """Return the module of the autograd node that runs."""
-        place, node = self._place, torch_compat.running_node()
+        node = torch_compat.running_node()
         if node is not None:
             number = node._sequence_nr()
             # A node's number says when the forward pass made it; the last module that had begun by
             # then made it.
             if number < _NO_NUMBER:
-                index = bisect_right(place.numbers, number) - 1
-                place.backward_module = place.modules[index] if index >= 0 else ""
+                index = bisect_right(self.numbers, number) - 1
+                self.backward_module = self.modules[index] if index >= 0 else ""
         # Nodes that accumulate gradients count as the module of the node before them.
-        return place.backward_module
+        return self.backward_module
 
     def enter_compiled(self, inner: str, recomputes: bool) -> None:
         """Set the module, within the running module, that compiled code has reached, and whether it recomputes there."""
-        self._place.compiled = (inner, recomputes)
+        self.compiled = (inner, recomputes)
 
     def in_call(self, operation: str, place: int) -> AbstractContextManager[None]:
         """Return a context that sets the operation of a block which is recomputed operation by operation."""
@@ -146,32 +127,27 @@ class ScopeTracker:
         """Begin a step with the forward pass."""
         self.phase = "forward"
         # Numbers of the step before would be mistaken for this one's.
-        for place in self._places:
-            place.numbers.clear()
-            place.modules.clear()
+        self.numbers.clear()
+        self.modules.clear()
 
     @contextmanager
     def within(self, **values: Any) -> Iterator[None]:
         """Set attributes within the context: phase, action, call, or fsdp."""
-        place = self._place
-        owners = {name: self if name in ("phase", "action") else place for name in values}
-        before = {name: getattr(owner, name) for name, owner in owners.items()}
-        for name, owner in owners.items():
-            setattr(owner, name, values[name])
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            for name, owner in owners.items():
-                setattr(owner, name, before[name])
+            vars(self).update(before)
 
     @contextmanager
     def in_module(self, name: str) -> Iterator[None]:
         """Count as a module what runs within the context, such as the update of its parameters."""
-        self._place.path.append(name)
+        self.path.append(name)
         try:
             yield
         finally:
-            self._place.path.pop()
+            self.path.pop()
 
     def watch_fsdp(self) -> None:
         """Track the module for which FSDP communicates while no module runs: between a pipeline's actions."""
@@ -237,20 +213,20 @@ class ScopeTracker:
 
     def _enter(self, name: str, recomputing: bool) -> None:
         """Begin a call of a module."""
-        self._place.path.append(name)
-        self._place.recomputing += recomputing
+        self.path.append(name)
+        self.recomputing += recomputing
         # Nodes that a recomputation makes are not looked up: it runs under its own phase.
         if not recomputing:
             self._note()
 
     def _leave(self, recomputing: bool) -> None:
         """End a call of a module."""
-        self._place.path.pop()
-        self._place.recomputing -= recomputing
+        self.path.pop()
+        self.recomputing -= recomputing
         if not recomputing:
             self._note()
 
     def _note(self) -> None:
         """Note the module that makes autograd nodes from the next number on."""
-        self._place.numbers.append(torch_compat.sequence_number())
-        self._place.modules.append(self._place.path[-1])
+        self.numbers.append(torch_compat.sequence_number())
+        self.modules.append(self.path[-1])

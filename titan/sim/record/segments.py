@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from titan.sim.record.trace import (
     BEGINS,
-    TURNS,
     Allocate,
     AwaitEvent,
     Event,
@@ -165,12 +164,9 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
     current = None
     phase = ("",)
     for event in events:
-        # An event without a scope has the label of the event before it, and so has one of the second of two micro-batches that
-        # overlap: it is in the first one's block, or half a block behind.
+        # An event without a scope has the label of the event before it.
         scope = scope_of(event)
-        if scope is not None and scope.action == TURNS[1]:
-            pass
-        elif scope is not None:
+        if scope is not None:
             phase = (_FORWARD if scope.phase not in _BACKWARD else "backward", scope.action)
             layer = block_of(scope)
             # The stage is a part of the label: blocks are numbered through all stages.
@@ -188,7 +184,7 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
 
 def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
     """Assign waits to blocks if a stream awaits events of at least `depth` blocks, as FSDP does after a backward pass."""
-    # By number of an event: the block that recorded it, also in the second of two micro-batches that overlap.
+    # By number of an event: the block that recorded it.
     recorded: dict[int, int | None] = {}
     block = None
     for event in events:

@@ -40,8 +40,6 @@ CollectiveKind = Literal[
 ]
 Host = Literal["eager", "compiled"]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
-# Actions of two micro-batches that overlap.
-TURNS = ("first", "second")
 # Purpose of memory; storages.py defines each category.
 Category = Literal[
     "parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"
@@ -141,7 +139,7 @@ class Scope:
     Attributes:
         phase: Phase of the step.
         module: Path of a module ("layers.3.attention.wq"), empty outside of the model.
-        action: Pipeline action, such as "2F0": forward of stage 2, microbatch 0. Or one of `TURNS`.
+        action: Pipeline action, such as "2F0": forward of stage 2, microbatch 0.
         call: In a block that is recomputed operation by operation, the operation and its place
             among those of its name in the
         block ("aten.mm@2").

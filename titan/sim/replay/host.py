@@ -14,7 +14,6 @@ from titan.sim.price.profiles import Profile
 from titan.sim.record.segments import any_layer
 from titan.sim.record.trace import (
     HOST,
-    TURNS,
     Allocate,
     AwaitEvent,
     AwaitStream,
@@ -240,9 +239,7 @@ class Issue:
                 self.compiled |= is_compiled
                 hooks[phase] += not is_compiled
                 if phase == "forward" and event.kernel.kind in _WORK:
-                    # Two micro-batches that overlap are counted by `accumulation`.
-                    action = event.scope.action
-                    calls.add(("" if action in TURNS else action, block))
+                    calls.add((event.scope.action, block))
             else:
                 hooks[phase] += self._is_hook(event)
         count = len(calls) * trace.host.get("accumulation", 1)

@@ -205,8 +205,6 @@ class LayoutSearch(Search):
                 "expert_parallel_degree": point.ep or 1,
             },
         }
-        if any("overlap" in name for name in point.also):
-            changes["parallelism"]["expert_overlap"] = True
         sections = {k: getattr(self.config, k).model_copy(update=v) for k, v in changes.items()}
         config = self.config.model_copy(update=sections)
         return estimate_memory(config, self.model, self._layout(point))["total"]

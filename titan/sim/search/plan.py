@@ -260,20 +260,13 @@ def _remarks(search: LayoutSearch, found: Plan, *, wall_s: float) -> Iterator[st
 def _fixed(search: LayoutSearch, also: Sequence[str]) -> str:
     """Return the settings that no candidate changes."""
     config, training = search.config, search.config.training
-    parallel = config.parallelism
     techniques = (
         config.compile.enable,
         bool(config.model.converters),
-        parallel.enable_async_tensor_parallel,
-        parallel.expert_overlap,
-        parallel.expert_overlap_reduce_once,
+        config.parallelism.enable_async_tensor_parallel,
     )
     on = dict(zip(ALSO, techniques, strict=True))
-    fixed = [
-        f"{name} {'on' if on[name] else 'off'}"
-        for name in on
-        if name not in also and (on[name] or "expert" not in name)
-    ]
+    fixed = [f"{name} {'on' if on[name] else 'off'}" for name in on if name not in also]
     if config.phase:
         of_run = "speed and step are means of the run, all else is of the fullest"
         fixed.append(f"{len(config.phase) + 1} phases ({of_run})")

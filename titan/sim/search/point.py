@@ -17,14 +17,6 @@ ALSO: dict[str, tuple[Settings, float]] = {
     "compile": ({"compile.enable": "true"}, 0.87),
     "float8": ({"model.converters": "quantize.linear.float8"}, 0.78),
     "async_tp": ({"parallelism.enable_async_tensor_parallel": "true"}, 0.95),
-    "expert_overlap": ({"parallelism.expert_overlap": "true"}, 0.92),
-    "expert_overlap_reduce_once": (
-        {
-            "parallelism.expert_overlap": "true",
-            "parallelism.expert_overlap_reduce_once": "true",
-        },
-        0.88,
-    ),
 }
 
 
