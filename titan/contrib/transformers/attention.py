@@ -22,6 +22,7 @@ from titan.models.common.attention import InnerAttention
 
 from .errors import UnsupportedModelError
 from .fake_tensors import real_tensors
+from .interface import require_known
 
 RUN, PROBE = "titan", "titan_probe"
 _FAR = 2**20  # a position beyond every window
@@ -119,13 +120,29 @@ def register() -> None:
 
 
 def _attend(
-    module: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *_: Any, **options: Any
+    module: Any,
+    q_BHSK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    attention_mask: Tensor | None = None,
+    *rest: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    document_ids_BS: Any = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    sinks = () if (sinks_H := options.get("s_aux")) is None else (sinks_H,)
-    out_BHSK = module.inner_attention(
-        q_BHSK, k_BGSK, v_BGSK, options.get("document_ids_BS"), *sinks
-    )
+    # Scale, causality and window are in `inner_attention`; there is no dropout. transformers makes no mask for titan.
+    given = {"attention_mask": attention_mask, **others}
+    require_known("attention", _name(module), rest, given)
+    sinks = () if s_aux is None else (s_aux,)
+    out_BHSK = module.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, *sinks)
     return out_BHSK.transpose(1, 2).contiguous(), None
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
 
 
 def _record(
@@ -134,24 +151,24 @@ def _record(
     k_BGSK: Tensor,
     v_BGSK: Tensor,
     attention_mask: Tensor | None = None,
-    *_: Any,
+    *rest: Any,
     scaling: float | None = None,
-    **options: Any,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    document_ids_BS: Any = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     assert _probe is not None
-    name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
-    for key in ("softcap", "head_mask", "position_bias"):
-        if options.get(key) is not None:
-            raise UnsupportedModelError(
-                f"{name} needs {key}, which titan's attention does not have"
-            )
-    if options.get("dropout"):
+    name = _name(module)
+    require_known("attention", name, rest, others)
+    if dropout:
         raise UnsupportedModelError(
             f"{name} has attention dropout: set it to 0 in model.overrides"
         )
     if id(module) in _probe.calls:
         raise UnsupportedModelError(f"{name} attends twice in a forward pass")
-    causal = getattr(module, "is_causal", True)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     described = getattr(attention_mask, "describe", None)
     if attention_mask is not None and described is None:
         raise UnsupportedModelError(
@@ -167,19 +184,25 @@ def _record(
         q_BHSK.shape[1],
         k_BGSK.shape[1],
         q_BHSK.shape[3],
-        options.get("document_ids_BS") is not None,
+        document_ids_BS is not None,
         (q_BHSK, k_BGSK, v_BGSK),
     )
     return output, None
 
 
 def _describe_mask(
-    batch_size: int, q_length: int, kv_length: int, *_: Any, mask_function: Any, **__: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *rest: Any,
+    mask_function: Any,
+    **others: Any,
 ) -> Tensor:
     """Return a mask on meta whose attribute `describe` returns causality and window.
 
     Some models make a mask of a window of 0 tokens, and no layer uses it.
     """
+    require_known("masks", "a mask", rest, others)
     mask: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
 
     @cache

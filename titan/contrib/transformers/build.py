@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
                 causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
                 kind: Any = getattr(transformers, name, None) or causal[type(config)]
                 model = kind(config)
+            _require_plain_loss(type(model), content)
             for module in model.modules():
                 model._init_weights(module)
         for module in model.modules():
@@ -82,6 +84,20 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
             module.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_, **__: None
     model.train()
     return model, inits.std
+
+
+def _require_plain_loss(kind: type[nn.Module], content: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if a class adds terms to the cross entropy of its logits."""
+    code = inspect.getsource(kind)
+    for key, weight in content.items():
+        of_router = "aux" in key and "output_router_logits" in code
+        is_on = bool(weight) and (not of_router or content.get("output_router_logits"))
+        if "loss" in key and is_on and f"self.{key}" in code:
+            fix = "output_router_logits = false" if of_router else f"{key} = 0.0"
+            raise UnsupportedModelError(
+                f"{kind.__name__} adds {key} x {weight} to its loss, and titan's loss is the cross entropy of its logits: to train without, "
+                f"set {fix} in model.overrides"
+            )
 
 
 def _values(

@@ -24,6 +24,7 @@ from titan.parallel.traits import BlockTraits
 
 from .attention import is_probing
 from .errors import UnsupportedModelError
+from .interface import require_known
 
 IMPLEMENTATION = "titan"
 _INNER = ("gate_up_proj", "gate_proj", "up_proj")
@@ -109,7 +110,9 @@ def traits_of_experts(block: nn.Module) -> BlockTraits:
     )
 
 
-def _run(module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+def _run(
+    module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *rest: Any, **others: Any
+) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, (T, D).
 
     Args:
@@ -117,7 +120,10 @@ def _run(module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tenso
         x_TD: Tokens.
         ids_TK: Experts of each token, int64.
         weights_TK: Their weights.
+        rest: Arguments that titan does not know, which are refused.
+        others: Keyword arguments that are refused.
     """
+    require_known("experts", type(module).__name__, rest, others)
     if is_probing():
         module.top_k = ids_TK.shape[1]
         return torch.empty_like(x_TD)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import attention
+from .interface import require_known
 from .linear_attention import LinearAttention
 from .short_convolution import short_convolution
 
@@ -66,6 +67,10 @@ def _replace(file: Any, name: str) -> None:
     setattr(file, name, call)
 
 
+def _require_known(layer: nn.Module, others: dict[str, Any]) -> None:
+    require_known("recurrences", type(layer).__name__, (), others)
+
+
 def _convolve(
     layer: Any,
     hidden_BDS: Tensor,
@@ -73,10 +78,11 @@ def _convolve(
     bias: Tensor | None = None,
     activation: str | None = None,
     document_ids_BS: Any = None,
-    **_: Any,
+    **others: Any,
 ) -> Tensor:
     from transformers.activations import ACT2FN
 
+    _require_known(layer, others)
     # A parameter of a module that is not called itself: on tensor-parallel ranks, it is replicated.
     weight_DW, bias_D = (x.to_local() if isinstance(x, DTensor) else x for x in (weight, bias))
     assert weight_DW is not None
@@ -102,9 +108,10 @@ def _delta_rule(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     document_ids_BS: Any = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the delta rule with a gate for each head, (B, S, H), or for each channel, (B, S, H, K)."""
+    _require_known(layer, others)
     normed = [x.float() for x in (query, key)]
     if use_qk_l2norm_in_kernel:
         normed = [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in normed]
@@ -135,9 +142,10 @@ def _mamba(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     document_ids_BS: Any = None,
-    **_: Any,
+    **others: Any,
 ) -> Any:
     """Compute state space duality: C, B and dt x are queries, keys and values, and dt A is the gate of each head."""
+    _require_known(layer, others)
     dt_BSH = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt_BSH = (F.softplus(dt_BSH) if dt_softplus else dt_BSH).clamp(*dt_limit).float()
     x_BSHV = hidden_states.float()

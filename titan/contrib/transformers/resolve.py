@@ -64,7 +64,7 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
             )
         )
     transformers = _import()
-    code = ""
+    code, content = "", Fields()
     if path:
         content = _config_json(Path(path))
         kind = str(content.get("model_type", ""))
@@ -89,8 +89,8 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
             hint = f"; did you mean {near[0]}?" if near else ""
             message = f"transformers {transformers.__version__} has no {architecture}{hint}"
             raise WrongKeyError(("model.architecture", message))
-        config = _checked(kind.config_class)
-        config.architectures = [architecture]
+        content = {"architectures": [architecture]}
+        config = _checked(lambda: kind.config_class(**content))
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder with a decoder, and titan trains decoders alone"
@@ -99,7 +99,13 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
         raise UnsupportedModelError(
             f"{config.model_type} has several parts, such as a vision model, and titan trains text models"
         )
-    config = _changed(config, json.loads(overrides), derives=not code)
+    changes = json.loads(overrides)
+    if code:
+        _merged(config.to_dict(), changes, config)
+        _require_effect(config, changes, "the folder's own code gets no other values")
+    else:
+        before = config
+        config = _checked(lambda: _changed(before, content, changes))
     _require_enough_experts(config.to_dict())
     return _source(config, code)
 
@@ -116,51 +122,55 @@ def _source(config: Any, code: str = "") -> ModelSource:
     return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
 
 
-def _changed(config: Any, overrides: Fields, *, derives: bool) -> Any:
-    """Return a config with other values.
+def _changed(config: Any, given: Fields, overrides: Fields) -> Any:
+    """Return a config with other values: what its class makes of the given fields and the overrides, as if one had passed them to it.
+
+    So a field that the class derives from others, such as a kind for each layer, is derived from the new values.
 
     Args:
-        config: the config.
+        config: the config of the given fields.
+        given: fields of a config.json; nothing for the defaults of a class.
         overrides: values of its fields.
-        derives: go through the class again, which derives fields from others, such as a kind for each layer.
 
     Raises:
         WrongKeyError: a field does not exist, or its value would have no effect.
     """
     changes = {_their_name(key, config): value for key, value in overrides.items()}
-    content = _merged(config.to_dict(), changes, config)
-    if derives:
-        stale = _derived(config) - changes.keys()
-        content = {k: v for k, v in content.items() if k not in stale}
-    number = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    if number is not None and number != config.num_hidden_layers:
-        by_layer = {
-            k: v
-            for k, v in content.items()
-            if isinstance(v, list) and len(v) == config.num_hidden_layers > 0
-        }
-        # Without a value for a layer, the class fills them in again.
-        content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
-    if derives:
-        config = _checked(lambda: type(config).from_dict(content))
+    fields = config.to_dict()
+    merged = _merged(fields, changes, config)
+    own = {config.attribute_map.get(key, key): value for key, value in given.items()}
+    content = own | {key: merged[key] for key in changes}
+    count = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    cut = _cut(fields, changes.get(count), config.num_hidden_layers)
+    content |= {key: value for key, value in cut.items() if key in own and key not in changes}
+    kind = type(config)
+    try:
+        config = kind.from_dict(content)
+    except Exception:
+        # A class may have a default for each layer of its own depth.
+        config = _checked(lambda: kind.from_dict({**cut, **content}))
+    _require_effect(config, changes, "the config of {} derives this field from others, as {}")
+    return config
+
+
+def _cut(fields: Fields, number: Any, before: int) -> Fields:
+    """Return the fields with a value for each layer, cut to another number of layers, or None where the class is to fill in more."""
+    if number is None or number == before:
+        return {}
+    by_layer = {k: v for k, v in fields.items() if isinstance(v, list) and len(v) == before}
+    return {k: v[:number] if number <= before else None for k, v in by_layer.items()}
+
+
+def _require_effect(config: Any, changes: Fields, reason: str) -> None:
+    """Raise WrongKeyError if a config does not have the values of a change."""
     for key, value in changes.items():
         if key == "num_nextn_predict_layers" and value:
             message = "transformers builds no modules of multi-token prediction; remove it, or take titan's family deepseek_v3"
             raise WrongKeyError((f"model.overrides.{key}", message))
-        if not isinstance(value, dict | list) and (has := getattr(config, key, value)) != value:
-            why = f"the config of {config.model_type} derives this field from others, as {has}"
-            why = why if derives else "the folder's own code gets no other values"
-            raise WrongKeyError((f"model.overrides.{key}", why))
-    return config
-
-
-def _derived(config: Any) -> set[str]:
-    """Return the fields that a config class computes from its declared fields, as config.json has them."""
-    fields = config.to_dict()
-    declared = getattr(type(config), "__dataclass_fields__", fields)
-    own = {k: v for k, v in fields.items() if k in declared}
-    again = _checked(lambda: type(config).from_dict(own)).to_dict()
-    return {k for k, v in fields.items() if k not in own and again.get(k) == v}
+        has = getattr(config, key, value)
+        if not isinstance(value, dict | list) and has != value:
+            message = reason.format(config.model_type, has)
+            raise WrongKeyError((f"model.overrides.{key}", message))
 
 
 def _config_of(transformers: Any, content: Fields) -> Any:
@@ -238,6 +248,8 @@ def _checked(build: Any) -> Any:
     """Return a config, or raise UnsupportedModelError if transformers refuses its values."""
     try:
         return build()
+    except (UnsupportedModelError, WrongKeyError):
+        raise
     except Exception as error:
         text = message_of(error)
         raise UnsupportedModelError(f"transformers refuses the config: {text}") from error
