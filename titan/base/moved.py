@@ -39,7 +39,6 @@ titan.contrib.sweep titan.contrib.scaling
 titan.data.chat titan.contrib.chat.template
 titan.data.examples titan.contrib.evaluation.examples
 titan.data.named_tokens titan.data.special_tokens
-titan.data.parts titan.contrib.prepare_hosts.parts
 titan.data.passes titan.contrib.evaluation.passes
 titan.data.scoring titan.contrib.evaluation.scoring
 titan.data.tokenizer_base titan.data.special_tokens
@@ -132,7 +131,6 @@ titan.tools.diff. titan.numerics.diff
 titan.tools.doctor. titan.ops.doctor
 titan.tools.evaluate titan.contrib.evaluation.evaluate
 titan.tools.preflight. titan.ops.preflight
-titan.tools.prepare_hosts titan.contrib.prepare_hosts.hosts
 titan.tools.saved_model titan.checkpoint.saved_model
 titan.train_step titan.step.train_step
 titan.trainer titan.run.trainer
