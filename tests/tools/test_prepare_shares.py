@@ -206,7 +206,7 @@ def test_the_array_of_the_examples(tmp_path: Path) -> None:
         done = subprocess.run(["bash", "-c", text], env=environment, cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
-    assert said[0] == "share 2 of 3 is done; left: 1, 3\n" and "train: " in said[2]
+    assert said[0] == "share 2 of 3 is done; left: 1,3\n" and "train: " in said[2]
     assert content_of(tmp_path / "shards") == content_of(tmp_path / "one")
 
 
@@ -225,9 +225,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--share: " in line("--share", "1")
     assert not folder.exists()
     assert share(folder, corpus, 2, 12) == share(folder, corpus, 1, 12) == 0
-    assert "left: 3, 4, 5, 6, 7, 8, 9, 10, 11, 12\n" in capsys.readouterr().out
+    assert "left: 3,4,5,6,7,8,9,10,11,12\n" in capsys.readouterr().out
     # The command that joins names the missing shares.
-    lacks = f"'{folder}' lacks shares 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 of 12: run the command with --share 3 12"
+    lacks = f"'{folder}' lacks shares 3,4,5,6,7,8,9,10,11,12 of 12: run the command with --share 3 12"
     assert lacks in line()
     assert "other options" in line("--no-bos", "--share", "3", "12")
     assert "other options" in line("--no-bos")
