@@ -131,6 +131,7 @@ titan.tools.diff. titan.numerics.diff
 titan.tools.doctor. titan.ops.doctor
 titan.tools.evaluate titan.contrib.evaluation.evaluate
 titan.tools.preflight. titan.ops.preflight
+titan.tools.ray_cluster titan.contrib.scaling.ray_cluster
 titan.tools.saved_model titan.checkpoint.saved_model
 titan.train_step titan.step.train_step
 titan.trainer titan.run.trainer
