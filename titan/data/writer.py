@@ -119,7 +119,7 @@ class Piece(NamedTuple):
         return self.number, self.index
 
 
-class Encoded(NamedTuple):
+class EncodedPiece(NamedTuple):
     """Tokens of a piece, with begin and end ids, and the bytes of text that they stand for."""
 
     tokens: np.ndarray
@@ -145,7 +145,7 @@ class SplitWriter:
             os.truncate(path, self._shard.tokens * np.dtype(index.dtype).itemsize)
             self._file = path.open("ab")
 
-    def add(self, piece: Piece, encoded: Encoded) -> bool:
+    def add(self, piece: Piece, encoded: EncodedPiece) -> bool:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
         tokens = encoded.tokens
         # A piece that is longer than a shard gets a shard to itself.
@@ -330,7 +330,7 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[Piece]:
         text, index, unread = following, index + 1, None
 
 
-def encode_documents(chunk: list[Piece], spec: TokenizationSpec) -> list[Encoded]:
+def encode_documents(chunk: list[Piece], spec: TokenizationSpec) -> list[EncodedPiece]:
     """Encode pieces of documents."""
     encoded = []
     for piece in chunk:
@@ -346,7 +346,9 @@ def encode_documents(chunk: list[Piece], spec: TokenizationSpec) -> list[Encoded
         if piece.unread is not None:
             count(unread, "rows", keys)
         # The bytes of text give the compression of a shard.
-        encoded.append(Encoded(np.array(framed, spec.dtype), len(piece.text.encode()), unread))
+        encoded.append(
+            EncodedPiece(np.array(framed, spec.dtype), len(piece.text.encode()), unread)
+        )
     return encoded
 
 
@@ -359,7 +361,7 @@ def unread_of(documents: Documents, spec: TokenizationSpec, *, count: int) -> Co
 
 def encode_all(
     chunks: Iterator[list[Piece]], spec: TokenizationSpec, *, workers: int
-) -> Iterator[tuple[list[Piece], list[Encoded]]]:
+) -> Iterator[tuple[list[Piece], list[EncodedPiece]]]:
     """Yield the chunks in order with their tokens. At most 3 chunks for each worker or thread are in flight."""
     # With workers, each gets a thread. Without workers, threads tokenize, since tokenizers release the interpreter's lock.
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
@@ -372,7 +374,7 @@ def encode_all(
             idle.put(worker)
         encode = partial(_encode_in_any, idle)
     pool = ThreadPoolExecutor(num_tasks)
-    pending: deque[tuple[list[Piece], Future[list[Encoded]]]] = deque()
+    pending: deque[tuple[list[Piece], Future[list[EncodedPiece]]]] = deque()
     try:
         for chunk in chunks:
             pending.append((chunk, pool.submit(encode, chunk)))
@@ -417,7 +419,7 @@ class _Worker:
         pickle.dump(value, self._process.stdin)
         self._process.stdin.flush()
 
-    def encode(self, chunk: list[Piece]) -> list[Encoded]:
+    def encode(self, chunk: list[Piece]) -> list[EncodedPiece]:
         """Return the chunk's tokens. Raise WorkerDied if the process has ended."""
         assert self._process.stdout is not None
         try:
@@ -438,7 +440,7 @@ class _Worker:
         self._process.wait()
 
 
-def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[Piece]) -> list[Encoded]:
+def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[Piece]) -> list[EncodedPiece]:
     worker = idle.get()
     try:
         return worker.encode(chunk)

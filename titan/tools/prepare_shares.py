@@ -31,7 +31,7 @@ from titan.data.shards import INDEX, PROGRESS, SPLITS, Index, require_key, write
 from titan.data.sources import Documents
 from titan.data.unread import Counts, total
 from titan.data.writer import (
-    Encoded,
+    EncodedPiece,
     Piece,
     Progress,
     SplitWriter,
@@ -49,7 +49,7 @@ _PIECE = np.dtype(
 _ROWS = 2**16  # pieces in memory at once
 
 
-class Part(BaseModel):
+class ShareRecord(BaseModel):
     """Contents of plan.json and, with what a share has written, of its done.json.
 
     Attributes:
@@ -93,7 +93,7 @@ class Shares:
         Raises:
             DataError: the folder is of other text or options, or the text cannot be divided.
         """
-        part = Part(key=self._key, shares=shares)
+        part = ShareRecord(key=self._key, shares=shares)
         with exclusive(self.folder):
             self._index()
             if self._is_complete:
@@ -150,9 +150,9 @@ class Shares:
         numbers = range(1, shares + 1)
         return [n for n in numbers if not self._path(f"{n}/done.json").is_file()]
 
-    def _read(self, name: str, shares: int | None = None) -> Part:
+    def _read(self, name: str, shares: int | None = None) -> ShareRecord:
         """Return a file of parts/, after a check that it is of this text, these options and this number of shares."""
-        part = read_json(self._path(name), Part)
+        part = read_json(self._path(name), ShareRecord)
         require_key(part.key, [self._key], self.folder)
         if shares not in (None, part.shares):
             raise DataError(
@@ -188,7 +188,7 @@ class Shares:
         )
         return own, places[first][0] if first < end else ()
 
-    def _tokenize(self, share: int, part: Part, workers: int) -> None:
+    def _tokenize(self, share: int, part: ShareRecord, workers: int) -> None:
         documents, place = self._range(share, part.shares)
         progress, folder = Progress(), self._path(f"{share}")
         chunks = read_chunks(
@@ -239,7 +239,9 @@ class Shares:
         write_index(self.folder / INDEX, index)
         return index
 
-    def _pieces(self, share: int, part: Part, *, first: int) -> Iterator[tuple[Piece, Encoded]]:
+    def _pieces(
+        self, share: int, part: ShareRecord, *, first: int
+    ) -> Iterator[tuple[Piece, EncodedPiece]]:
         """Yield the pieces of a share, whose documents are numbered from `first` on."""
         tokens = _mapped(self._path(f"{share}/tokens.bin"), self.spec.dtype, part.tokens)
         table = _mapped(self._path(f"{share}/pieces.bin"), _PIECE, part.pieces)
@@ -250,7 +252,7 @@ class Shares:
             ].tolist():
                 begin_token, end = end, end + size
                 piece = Piece(first + document, index, SPLITS[split], "", bool(last))
-                yield piece, Encoded(tokens[begin_token:end], num_bytes, {})
+                yield piece, EncodedPiece(tokens[begin_token:end], num_bytes, {})
 
 
 def _mapped(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
