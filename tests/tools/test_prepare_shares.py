@@ -144,15 +144,23 @@ def interrupt_after(chunks: int) -> Callable:
 
 
 def test_a_killed_share_starts_again(tmp_path: Path) -> None:
-    write_files(corpus := tmp_path / "corpus", make_texts(40_000), files=2, group=200)
-    large = ["--shard-tokens", "900000"]
+    write_files(corpus := tmp_path / "corpus", make_texts(10_000), files=2, group=200)
+    large = ["--shard-tokens", "500000"]
     assert prepare(tmp_path / "one", corpus, *large) == 0
     folder = tmp_path / "shares"
     assert share(folder, corpus, 2, 2, *large) == 0
     kept = (folder / "parts/2/done.json").stat().st_mtime_ns
     words = ["--input", str(corpus), "--output", str(folder), *OPTIONS, *large]
     words += ["--share", "1", "2"]
-    code = "import sys; from titan.cli import main; sys.exit(main(['prepare', *sys.argv[1:]]))"
+    # Slowly, so that it is under way when it is killed.
+    code = (
+        "import sys, time\n"
+        "from titan.cli import main\n"
+        "from titan.data import writer\n"
+        "encode = writer.encode_documents\n"
+        "writer.encode_documents = lambda chunk, spec: time.sleep(0.5) or encode(chunk, spec)\n"
+        "main(['prepare', *sys.argv[1:]])"
+    )
     process = subprocess.Popen([sys.executable, "-c", code, *words], start_new_session=True)
     tokens, deadline = folder / "parts/1/tokens.bin", time.monotonic() + 60
     while not (tokens.is_file() and tokens.stat().st_size):
