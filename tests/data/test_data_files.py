@@ -161,6 +161,7 @@ def test_tables_equal_the_standard_library(tmp_path: Path) -> None:
         {"id": "2", "text": "x" * 300_000, "n": ""},
         {"id": "3", "text": "", "n": "4"},
         {"id": "4", "text": "tab\there", "n": "5"},
+        *({"id": "5", "text": text, "n": "6"} for text in ("NA", "null", "007", "1e5", "true")),
     ]
     for name, delimiter in (("a.csv", ","), ("B.TSV", "\t"), ("c.csv", ";"), ("d.csv", "\t")):
         with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
@@ -181,6 +182,10 @@ def test_tables_equal_the_standard_library(tmp_path: Path) -> None:
         ('text\n"never closed\n', "bad.csv:2: cannot be read"),
         ("text\nStra\udcdfe\n", "bad.csv:2: not UTF-8 at byte 9"),
         ("text,n,text\na,1,b\n", "bad.csv:1: two columns have one name"),
+        # pandas or pyarrow.csv read these as other text, without an error.
+        ("id,text,n\n1,a\n", "bad.csv:2: has 2 values, and the first row 3 names"),
+        ('text\n"a"b\n', "bad.csv:2: cannot be read"),
+        ("id,text\n1,a\\,b\n", "bad.csv:2: has 3 values, and the first row 2 names"),
     ],
 )
 def test_broken_tables_name_the_line(tmp_path: Path, content: str, message: str) -> None:
@@ -228,6 +233,21 @@ def test_prompts_are_lines(tmp_path: Path, name: str) -> None:
     )
     (tmp_path / name).write_bytes(BOM + f"{lines[0]}\r\n   \n{lines[1]}".encode())
     assert read_prompts(tmp_path / name, Prompts()) == values  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize("name", ["text", "tools"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, name: str) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chat = [{"role": "user", "content": "a"}]
+    columns = {"messages": [chat], "text": ["a"], "tools": ["[]"]}
+    values = [arrow.array(value) for value in (*columns.values(), ["b"])]
+    table = arrow.Table.from_arrays(values, names=[*columns, name])
+    parquet.write_table(table, file := tmp_path / "a.parquet")
+    section = s.ParquetSource(
+        path=str(file), messages_key="messages" if name == "tools" else ""
+    )
+    with pytest.raises(DataError, match=r"a\.parquet: two columns have one name: messages, "):
+        read(section)
 
 
 @pytest.mark.parametrize("key", ["text", "messages"])

@@ -322,6 +322,8 @@ def read_parquet(
             message = f"{file}: no column '{key}'; its columns are {listed} ({SET_KEY})"
             raise NoText(message, likely)
         columns = [key, *(name for name in names if take and name in take.columns)]
+        if any(names.count(name) > 1 for name in columns):
+            raise DataError(f"{file}: two columns have one name: {', '.join(names)[:200]}")
         others = tuple(name for name in names if name not in columns)
         size, first = file.stat().st_size, meter.group
         num_chars, most_chars = 0, max(Unpacked.RATIO_FROM_BYTES, Unpacked.MAX_RATIO * size)

@@ -103,7 +103,7 @@ class TokenizationSpec:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """A document or a part of it: number of the document, index of the piece within the document, and its text."""
 
     number: int
@@ -119,7 +119,7 @@ class _Piece(NamedTuple):
         return self.number, self.index
 
 
-class _Encoded(NamedTuple):
+class EncodedPiece(NamedTuple):
     """Tokens of a piece, with begin and end ids, and the bytes of text that they stand for."""
 
     tokens: np.ndarray
@@ -127,7 +127,7 @@ class _Encoded(NamedTuple):
     unread: Counts
 
 
-class _SplitWriter:
+class SplitWriter:
     """Writer of the shards of one split. The open shard has a temporary name until it is full."""
 
     def __init__(self, folder: Path, *, split: str, limit: int, index: Index) -> None:
@@ -145,7 +145,7 @@ class _SplitWriter:
             os.truncate(path, self._shard.tokens * np.dtype(index.dtype).itemsize)
             self._file = path.open("ab")
 
-    def add(self, piece: _Piece, encoded: _Encoded) -> bool:
+    def add(self, piece: Piece, encoded: EncodedPiece) -> bool:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
         tokens = encoded.tokens
         # A piece that is longer than a shard gets a shard to itself.
@@ -159,7 +159,8 @@ class _SplitWriter:
         self._shard.tokens += len(tokens)
         self._shard.documents += piece.last
         self._shard.bytes += encoded.num_bytes
-        self._shard.unread = total([self._shard.unread, encoded.unread])
+        if encoded.unread:
+            self._shard.unread = total([self._shard.unread, encoded.unread])
         return full
 
     def close(self, read: ReadPosition) -> None:
@@ -218,7 +219,7 @@ def write_shards(
     for left_over in folder.glob("*.tmp"):
         left_over.unlink()
     writers = {
-        split: _SplitWriter(folder, split=split, limit=shard_tokens, index=index)
+        split: SplitWriter(folder, split=split, limit=shard_tokens, index=index)
         for split in index.splits
     }
     done = {split: writer.done for split, writer in writers.items()}
@@ -226,7 +227,7 @@ def write_shards(
     places = deque([index.place or [0]])
     chunks = read_chunks(documents, spec, done, progress, places)
     # Results come in the order of the documents, not in the order in which workers finish.
-    for chunk, encoded in _encode_all(chunks, spec, workers=workers):
+    for chunk, encoded in encode_all(chunks, spec, workers=workers):
         for piece, one in zip(chunk, encoded, strict=True):
             if writers[piece.split].add(piece, one):
                 after = (piece.number, piece.index + 1)
@@ -286,7 +287,7 @@ def read_chunks(
     done: dict[str, ReadPosition],
     progress: Progress,
     places: deque[list[int]],
-) -> Iterator[list[_Piece]]:
+) -> Iterator[list[Piece]]:
     """Yield the pieces that no shard contains yet, in chunks: each split's pieces from done[split] on. Count the documents.
 
     Reading begins at places[0]: a document's number, and its place in the files. Each later place is added with its first
@@ -317,7 +318,7 @@ def read_chunks(
         yield chunk
 
 
-def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
+def _pieces(document: Document, *, number: int, split: str) -> Iterator[Piece]:
     texts = pieces_of(document)
     text, index = next(texts, None), 0
     unread = getattr(document, "unread", None)
@@ -325,11 +326,11 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
         # Look one piece ahead: the end token follows the last piece.
         following = next(texts, None)
         where = getattr(document, "where", "")
-        yield _Piece(number, index, split, text, following is None, where, unread)
+        yield Piece(number, index, split, text, following is None, where, unread)
         text, index, unread = following, index + 1, None
 
 
-def encode_documents(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
+def encode_documents(chunk: list[Piece], spec: TokenizationSpec) -> list[EncodedPiece]:
     """Encode pieces of documents."""
     encoded = []
     for piece in chunk:
@@ -345,7 +346,9 @@ def encode_documents(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encod
         if piece.unread is not None:
             count(unread, "rows", keys)
         # The bytes of text give the compression of a shard.
-        encoded.append(_Encoded(np.array(framed, spec.dtype), len(piece.text.encode()), unread))
+        encoded.append(
+            EncodedPiece(np.array(framed, spec.dtype), len(piece.text.encode()), unread)
+        )
     return encoded
 
 
@@ -356,9 +359,9 @@ def unread_of(documents: Documents, spec: TokenizationSpec, *, count: int) -> Co
     return total(encoded.unread for encoded in encode_documents(pieces, spec))
 
 
-def _encode_all(
-    chunks: Iterator[list[_Piece]], spec: TokenizationSpec, *, workers: int
-) -> Iterator[tuple[list[_Piece], list[_Encoded]]]:
+def encode_all(
+    chunks: Iterator[list[Piece]], spec: TokenizationSpec, *, workers: int
+) -> Iterator[tuple[list[Piece], list[EncodedPiece]]]:
     """Yield the chunks in order with their tokens. At most 3 chunks for each worker or thread are in flight."""
     # With workers, each gets a thread. Without workers, threads tokenize, since tokenizers release the interpreter's lock.
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
@@ -371,7 +374,7 @@ def _encode_all(
             idle.put(worker)
         encode = partial(_encode_in_any, idle)
     pool = ThreadPoolExecutor(num_tasks)
-    pending: deque[tuple[list[_Piece], Future[list[_Encoded]]]] = deque()
+    pending: deque[tuple[list[Piece], Future[list[EncodedPiece]]]] = deque()
     try:
         for chunk in chunks:
             pending.append((chunk, pool.submit(encode, chunk)))
@@ -416,7 +419,7 @@ class _Worker:
         pickle.dump(value, self._process.stdin)
         self._process.stdin.flush()
 
-    def encode(self, chunk: list[_Piece]) -> list[_Encoded]:
+    def encode(self, chunk: list[Piece]) -> list[EncodedPiece]:
         """Return the chunk's tokens. Raise WorkerDied if the process has ended."""
         assert self._process.stdout is not None
         try:
@@ -437,7 +440,7 @@ class _Worker:
         self._process.wait()
 
 
-def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[_Piece]) -> list[_Encoded]:
+def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[Piece]) -> list[EncodedPiece]:
     worker = idle.get()
     try:
         return worker.encode(chunk)

@@ -2,23 +2,21 @@
 
     titan prepare --input corpus/*.jsonl.gz --tokenizer assets/llama3 --output shards --workers 32
     titan prepare --dataset fineweb-edu --tokenizer assets/llama3 --output shards --validation-fraction 0.001
-    titan prepare --input 'corpus/*.parquet' --tokenizer assets/llama3 --output shards --engine ray
+    titan prepare --input 'corpus/*.parquet' --tokenizer assets/llama3 --output shards --share 3 50
 
 It may be interrupted in any way, and the same command continues. The result depends neither on
-interruptions nor on the number of workers and hosts. titan/data/writer.py does the work on one host,
-and a `PrepareExtension` on many.
+interruptions nor on the number of workers and shares. titan/data/writer.py does the work of one process,
+and prepare_shares.py that of a share.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan.config.options import add_quiet, command_parser, positive
-from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import Section
 from titan.data import DataError, conversations
 from titan.data.cache import display, exclusive, usable_cores
@@ -30,43 +28,7 @@ from titan.data.tokenizer import tokenizer_named
 from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec, write_shards
 
-
-class PrepareExtension:
-    """Another way to do the work of `titan prepare`, with its options.
-
-    A package registers a subclass under the entry point group `titan.extensions` as prepare.NAME (titan/config/plug_ins.py).
-    """
-
-    def add_options(self, parser: ArgumentParser) -> None:
-        """Add options to the command."""
-
-    def check(self, arguments: Namespace) -> None:
-        """Raise DataError for options that do not go together."""
-
-    def write(
-        self,
-        documents: Documents,
-        spec: TokenizationSpec,
-        arguments: Namespace,
-        words: list[str],
-    ) -> Index | str | None:
-        """Write the shards, or a part of them, if the options ask for this way.
-
-        Args:
-            documents: the text.
-            spec: how it becomes tokens.
-            arguments: options of the command.
-            words: the same, as they were written.
-
-        Returns:
-            The index of the folder, a text that says what is left to do, or None for another way.
-        """
-        return None
-
-
-def _extensions() -> list[PrepareExtension]:
-    return [extension() for extension in load_plug_ins("titan.extensions", of="prepare")]
-
+from .prepare_shares import Shares
 
 INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
 
@@ -97,11 +59,14 @@ def _parser() -> ArgumentParser:
     add(
         "--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue"
     )
+    add("--workers", type=positive, help="processes; default: cores")
     add(
-        "--workers", type=positive, help="processes; default: cores, here or of the Ray cluster"
+        "--share",
+        nargs=2,
+        type=positive,
+        metavar=("I", "N"),
+        help="do the I-th of N shares, which may run on other hosts; the last one joins them",
     )
-    for extension in _extensions():
-        extension.add_options(parser)
     add("--shard-tokens", type=positive, default=2**27, help="tokens a shard; default: 2^27")
     add(
         "--validation-fraction", type=_fraction, default=0.0, help="share of documents held out"
@@ -146,14 +111,10 @@ def open_all(sections: Sequence[Section]) -> Documents:
         for number, part in enumerate(parts):
             if part.places is None:
                 raise DataError(
-                    f"{part.name} is read as one stream, which hosts cannot share: download its files (hf download), and name "
-                    "them as --input, or prepare without --engine"
+                    f"{part.name} is read as one stream, which has no shares: download its files (hf download), and name "
+                    "them as --input, or prepare without --share"
                 )
             yield from (((number, *place), size) for place, size in part.places(least))
-
-    def try_first() -> None:
-        for part in parts:
-            part.try_first()
 
     return Documents(
         name=", ".join(part.name for part in parts),
@@ -163,7 +124,6 @@ def open_all(sections: Sequence[Section]) -> Documents:
         position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
         place=lambda: (here, *parts[here].place()),
         places=places,
-        try_first=try_first,
     )
 
 
@@ -189,11 +149,13 @@ def _summary(folder: Path, index: Index, unread: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _prepare(arguments: Namespace, words: list[str]) -> str:
-    """Write the shards, or the script that does. Return a summary."""
-    extensions = _extensions()
-    for extension in extensions:
-        extension.check(arguments)
+def _prepare(arguments: Namespace) -> str:
+    """Write the shards, or a share of them. Return a summary."""
+    share = arguments.share
+    if share and share[0] > share[1]:
+        raise DataError(
+            f"--share {share[0]} {share[1]}: shares are numbered from 1 to {share[1]}"
+        )
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
     documents, folder, template = _open(arguments), arguments.output, None
     if arguments.messages_key:
@@ -206,15 +168,15 @@ def _prepare(arguments: Namespace, words: list[str]) -> str:
         validation_fraction=arguments.validation_fraction,
         template=template,
     )
-    index = None
-    for extension in extensions:
-        index = index or extension.write(documents, spec, arguments, words)
-    if isinstance(index, str):
-        return index
-    if index is None:
+    workers = arguments.workers or usable_cores()
+    shares = Shares(documents, spec, folder, arguments.shard_tokens)
+    if share and (left := shares.write(*share, workers=workers)):
+        return left
+    if share or shares.are_begun:
+        index = shares.join()
+    else:
         # One process at a time writes into a folder. A second process waits, and then finds the shards complete.
         with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
-            workers = arguments.workers or usable_cores()
             index = write_shards(
                 documents,
                 folder=folder,
@@ -223,9 +185,6 @@ def _prepare(arguments: Namespace, words: list[str]) -> str:
                 spec=spec,
                 shard_tokens=arguments.shard_tokens,
             )
-        shutil.rmtree(
-            folder / "parts", ignore_errors=True
-        )  # of --engine, which began the folder
     if not index.splits["train"]:
         raise DataError(f"{documents.name} holds no documents to train on")
     return _summary(folder, index, [f"  {line}" for line in tokenizer.unread])
@@ -235,7 +194,7 @@ def main(argv: list[str]) -> int:
     """Run `titan prepare` with its arguments. Return the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        print(_prepare(arguments, argv))
+        print(_prepare(arguments))
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 75  # as for a run that a signal has stopped: finished work is kept

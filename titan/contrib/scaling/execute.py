@@ -13,8 +13,8 @@ from typing import Any
 from titan.base.hardware import count_accelerators
 from titan.base.untrusted import InputError
 from titan.ops.run_lock import RunLock, RunLocked
-from titan.tools.ray_cluster import connect
 
+from .ray_cluster import connect
 from .trials import Trial
 
 STOPPED = 75  # a run that saved when it was asked to stop
@@ -124,7 +124,7 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
         address: Address of the cluster, or "auto".
         processes: Processes of each run, with a GPU for each if the cluster has GPUs, otherwise a core.
     """
-    ray = connect(address, asked_by="--ray")
+    ray = connect(address)
     resource = "num_gpus" if ray.cluster_resources().get("GPU") else "num_cpus"
 
     def train(trial: Trial) -> int:

@@ -623,10 +623,8 @@ def test_keys_that_nothing_reads_are_counted(
     for name, more in (
         ("one", ["--workers", "1"]),
         ("two", ["--workers", "2"]),
-        ("task", ["--engine", "slurm", "--share", "1", "1"]),
+        ("share", ["--share", "1", "1"]),
     ):
-        if name == "task":
-            assert titan([*words, "--output", str(tmp_path / name), "--engine", "slurm"]) == 0
         assert titan([*words, "--output", str(tmp_path / name), *more]) == 0
         indexes.append((tmp_path / name / "index.json").read_bytes())
     assert indexes[0] == indexes[1] == indexes[2]

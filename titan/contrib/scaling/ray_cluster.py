@@ -1,4 +1,4 @@
-"""Connection to a Ray cluster, for commands that give it work."""
+"""Connection to a Ray cluster, for `titan sweep --ray`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from titan.data import DataError, require
 
 
-def connect(address: str, *, asked_by: str) -> Any:
+def connect(address: str) -> Any:
     """Connect to a Ray cluster. Return the module `ray`.
 
     Raises:
         DataError: Ray is not installed, or there is no cluster at the address.
     """
-    ray = require("ray", purpose=asked_by, extra="ray")
+    ray = require("ray", purpose="--ray", extra="ray")
     try:
         # Ray itself tries for minutes where nobody listens.
         if ":" in address:
@@ -25,13 +25,13 @@ def connect(address: str, *, asked_by: str) -> Any:
         Exception
     ) as error:  # Ray raises many kinds: no cluster, no such address, another version
         raise DataError(
-            f"{asked_by}: no Ray cluster answers at '{address}' ({reason(error)}); start one with `ray start --head`, "
+            f"--ray: no Ray cluster answers at '{address}' ({_reason(error)}); start one with `ray start --head`, "
             "or give --address HOST:PORT"
         ) from error
     return ray
 
 
-def reason(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Return the first line of an error, without Ray's report of where it was raised."""
     lines = str(getattr(error, "cause", None) or error).strip().splitlines()
     return (lines or [type(error).__name__])[0].rstrip(".")

@@ -1,1 +1,0 @@
-"""`titan prepare` on many hosts: arrays of Slurm, and Ray."""
