@@ -89,8 +89,12 @@ class NextToken(Task):
 
     def random_batch(self, seed: int) -> TensorBatch:
         """Return a batch of random tokens: documents of about twenty, and padding of another length in each sequence."""
+        return self.batch_of_rows(self.random_rows(seed))
+
+    def batch_of_rows(self, rows_BT: np.ndarray) -> TensorBatch:
+        """Return a batch of samples, int64 (B, S + 1), in which id 1 ends documents."""
         samples: Any = SimpleNamespace(special_tokens=SpecialTokens(None, 1))
-        return self.collate(samples)(self.random_rows(seed), first_sample=0)
+        return self.collate(samples)(rows_BT, first_sample=0)
 
     def random_rows(self, seed: int) -> np.ndarray:
         """Return random samples, int64 (B, S + 1)."""

@@ -1,7 +1,8 @@
 """Command `titan certify JOB.toml [--layouts all|tp,pp,...] [--world-size N] [--output FOLDER]`.
 
-Each layout trains the small job of shrink.py on gloo ranks, and is compared with one process. A row says `equal`, `refused`, with the
-reason of the config check, or `differs`, with the module that is wrong. Rows are printed, and written as JSON and Markdown.
+The first row compares one process with the program that the model comes from, such as transformers (source.py). Then each layout trains
+the small job of shrink.py on gloo ranks, and is compared with one process. A row says `equal`, `refused`, with the reason of the config
+check, `differs`, with the module that is wrong, or `unknown`: not compared. Rows are printed, and written as JSON and Markdown.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ LAYOUTS: dict[str, Degrees] = {
 }
 _OWN = "job"
 _CUT = 1e-6  # the same operations on the same numbers
+_OF_SOURCE = 1e-5  # in fp32: other orders of sums, as of attention
 _MOST_AXES = 3  # of two ranks each
 # One value in thousands that falls on the other side of a kink changes a gradient by less.
 _DRAWS, _ROUNDING = 5, 0.1
@@ -69,7 +71,7 @@ class CertifiedLayout:
     Attributes:
         name: name of the layout.
         mesh: its axes.
-        verdict: "equal", "refused", "differs" or "failed".
+        verdict: "equal", "refused", "differs", "failed" or "unknown".
         reason: reason of a refusal or a failure, or the module that differs.
         differences: the largest relative differences.
         draw: number of the weights and tokens that this holds for.
@@ -141,6 +143,35 @@ class Certifier:
         has_experts = self.config.model.sizes.num_experts > 0
         useful = {n: d for n, d in LAYOUTS.items() if has_experts or "ep" not in d}
         return found | {n: d for n, d in useful.items() if d not in found.values()}
+
+    def certify_source(self) -> CertifiedLayout:
+        """Return the verdict about one process and the program that the model comes from."""
+        from titan.numerics.certify.source import compare_with_source, source_of, words
+
+        source, reason = source_of(self.config)
+        if source is None:
+            return CertifiedLayout(
+                name="source", mesh=_mesh({}), verdict="unknown", reason=reason
+            )
+        row = partial(CertifiedLayout, name=source.package, mesh=_mesh({}))
+        if wrong := source.read_differently(self.config):
+            return row(verdict="differs", reason=wrong)
+        small, left_out = words(changed(self.small, self._keys({}, alone=True)))
+        try:
+            for draw in range(1, _DRAWS + 1):
+                drawn = changed(small, {"debug.seed": self.config.debug.seed + draw - 1})
+                [found] = self.pool.run(1, compare_with_source, drawn)
+                differences = found["differences"]
+                largest = max(differences.values(), default=0.0)
+                if found["reason"] or largest <= _OF_SOURCE or largest > _ROUNDING:
+                    break
+        except RankFailed as error:
+            return row(verdict="failed", reason=error.cause.line)
+        verdict = found["verdict"]
+        if not verdict:
+            verdict = "equal" if largest <= _OF_SOURCE else "differs"
+        reason = "; ".join(filter(None, [found["reason"], left_out]))
+        return row(verdict=verdict, reason=reason, differences=differences, draw=draw)
 
     def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
         """Return the verdict about a layout.
@@ -331,11 +362,13 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     check_target("--output", options.output, is_folder=True)
     certifier, rows = Certifier(config, layout, program), []
     layouts = certifier.layouts(None if "all" in chosen else chosen)
-    for name, degrees in layouts.items():
-        rows.append(row := certifier.certify(name, degrees))
+    jobs = [certifier.certify_source]
+    jobs += [partial(certifier.certify, name, degrees) for name, degrees in layouts.items()]
+    for certify in jobs:
+        rows.append(row := certify())
         if options.json != "-":
-            print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
-    if all(row.verdict == "refused" for row in rows):
+            print(f"{row.name:12} {row.mesh:28} {row}", flush=True)
+    if all(row.verdict == "refused" for row in rows[1:]):
         raise InputError("no layout was compared, so there is no certificate")
     file = next(word for word in job if not word.startswith("--"))
     path = options.output / f"{Path(file).stem}.certificate"
@@ -391,10 +424,19 @@ def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> st
     """Return a certificate as Markdown."""
     source, versions = certificate["titan"], {**certificate["titan"], **certificate["versions"]}
     del versions["version"]
+    first = rows[0]
+    told = f"Compared with {first.name} itself: {first}."
+    if first.verdict == "unknown":
+        told = (
+            f"Not compared with the program that the model comes from ({first.reason}). The rows compare titan with titan: "
+            "a model that titan reads wrongly would be equal in all of them."
+        )
     sizes = [
         f"| {n} | {v['job']} | {v['certified']} |" for n, v in certificate["sizes"].items()
     ]
     return f"""# Certificate of {certificate["model"]}
+
+{told}
 
 `titan certify {shlex.join(certificate["job"])}`: titan {source["version"]}, {", ".join(f"{k} {v}" for k, v in versions.items())}.
 
