@@ -26,10 +26,6 @@ titan.checks.extension titan.tools.check_extension
 titan.checks.text_identity titan.checkpoint.identity
 titan.config.resume_diff titan.checkpoint.identity
 titan.config.shipped titan.tools.shipped
-titan.contrib.calibrate_trace titan.contrib.calibrate
-titan.contrib.calibrate_trace.calibrate titan.contrib.calibrate.from_trace
-titan.contrib.calibrate_trace.calls titan.contrib.calibrate.calls
-titan.contrib.calibrate_trace.work titan.contrib.calibrate.work
 titan.contrib.demo_pictures titan.contrib.flux
 titan.contrib.demo_pictures.captions titan.contrib.flux.captions
 titan.contrib.demo_pictures.shapes titan.contrib.flux.shapes
