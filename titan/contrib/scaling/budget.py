@@ -103,23 +103,24 @@ def _priced(job: list[str], options: Namespace) -> list[dict[str, Any]]:
     if "pipeline_parallel_schedule" not in config.parallelism.model_fields_set:
         changes["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B"
     shared = [f"--{key}={value}" for key, value in changes.items()]
-    jobs = []
+    jobs, params = [], []
     for name in names:
         kind, _, flavor = name.rpartition(":")
         model = [f"--model.name={kind or config.model.name}", f"--model.flavor={flavor}"]
         jobs.append([*job, *shared, *model])
         # A mistake is reported before the first simulation.
-        load_from_argv(jobs[-1], warn=False)
+        sizes = load_from_argv(jobs[-1], warn=False).model.sizes
+        params.append(float(sizes.num_active_params))
 
-    def price(name: str, job: list[str]) -> dict[str, Any] | None:
+    def price(name: str, job: list[str], params: float) -> dict[str, Any] | None:
         try:
-            return _simulated(job, profile, options)
+            return _simulated(job, profile, options) | {"params": params}
         except (ConfigError, InputError) as error:
             print(f"{name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
             return None
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = [size for size in pool.map(price, names, jobs) if size]
+        found = [size for size in pool.map(price, names, jobs, params) if size]
     if not found:
         raise InputError("no size can be priced on these GPUs")
     return found
@@ -139,9 +140,7 @@ def _simulated(job: list[str], profile: Profile, options: Namespace) -> dict[str
         words = [*job, *chosen.overrides]
         figures = simulated([*words, "--run"], options.hardware, ranks=options.gpus)
         if figures["fits"] or figures["tight"]:
-            model = config.model
-            figures["size"] = f"{model.name} {model.flavor}"
-            return figures | {"params": float(model.sizes.num_active_params)}
+            return figures | {"size": f"{config.model.name} {config.model.flavor}"}
         needed = f"{figures['memory']['needed_gib']:.1f} GiB by simulation"
         why = InputError(f"its layout {figures['layout']}, by formula, needs {needed}")
     raise why

@@ -146,9 +146,8 @@ def _run(row: Mapping[Any, Any], where: str) -> Run:
         text = row.get(field) or ""
         numbers.append(number_in(text))
         if not 0 < numbers[-1] < 1e18:
-            raise InputError(
-                f"{where}: {field} is {printable(text)!r}, not a number above zero"
-            )
+            shown = printable(text) or "missing"
+            raise InputError(f"{where}: {field} is {shown}, not a number above zero")
     run = Run(row.get("name") or where, *numbers)
     if run.params < 1e4 or run.tokens < run.params / 10:
         sizes = f"{run.params:g} parameters and {run.tokens:g} tokens"
