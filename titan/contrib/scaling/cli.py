@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             f"checked: a law of the {len(kept)} smaller runs predicts the {len(left)} largest"
         ]
     found = fit(runs, draws=options.draws)
-    wanted = [_predicted(found, Run("", *size, 0.0)) for size in options.predict]
+    wanted = [_predicted(found, Run("", n, d, 0.0)) for n, d in options.predict]
     lines += [*map(_line, checked), *_report(found), *map(_line, wanted)]
     law = vars(found) | {
         "law": found.law._asdict(),

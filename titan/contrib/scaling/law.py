@@ -164,7 +164,7 @@ def _interval(values: Array) -> tuple[float, float]:
 
 
 def _law(theta: Array) -> Law:
-    return Law(*np.exp(theta[:3]).tolist(), *theta[3:].tolist())
+    return Law(*map(float, (*np.exp(theta[:3]), *theta[3:])))
 
 
 def _terms(theta: Array, x: Sequence[Array]) -> Array:
