@@ -140,7 +140,8 @@ def _simulated(job: list[str], profile: Profile, options: Namespace) -> dict[str
         words = [*job, *chosen.overrides]
         figures = simulated([*words, "--run"], options.hardware, ranks=options.gpus)
         if figures["fits"] or figures["tight"]:
-            return figures | {"size": f"{config.model.name} {config.model.flavor}"}
+            name = f"{config.model.name} {config.model.flavor}"
+            return figures | {"size": name, "options": words[len(job) :]}
         needed = f"{figures['memory']['needed_gib']:.1f} GiB by simulation"
         why = InputError(f"its layout {figures['layout']}, by formula, needs {needed}")
     raise why
@@ -172,7 +173,7 @@ def _row(size: dict[str, Any], found: Fit, options: Namespace) -> dict[str, Any]
             tokens = (law.B / left) ** (1 / law.b) if left > 0 else math.inf
         days = tokens / (run["tokens"] / run["days"])
     share = days / run["days"]
-    kept = ("size", "params", "layout", "tokens_per_s_per_gpu")
+    kept = ("size", "params", "layout", "options", "tokens_per_s_per_gpu")
     row = {part: size[part] for part in kept} | {"days": days}
     for part in ("tokens", "energy_mwh", "cost", "failures", "gpu_hours"):
         row[part] = run[part] * share

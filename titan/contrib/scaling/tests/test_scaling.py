@@ -295,7 +295,7 @@ def test_the_built_in_law_ranks_sizes_as_chinchilla_did(
         run = dict.fromkeys(("days", "energy_mwh", "cost", "failures", "gpu_hours"), 10.0)
         run["tokens"] = compute / 6 / sizes.num_params
         facts = {"layout": "L", "tokens_per_s_per_gpu": 9.0, "tokens_per_step": 9e6, "run": run}
-        return facts | {"size": f"{sizes.n_layers} layers"}
+        return facts | {"size": f"{sizes.n_layers} layers", "options": []}
 
     monkeypatch.setattr(budget, "_simulated", simulated)
     monkeypatch.chdir(tmp_path)
@@ -376,9 +376,8 @@ def test_a_budget_has_the_simulators_speed_and_the_loss_of_the_law(
     best, other = json.loads(file.read_text())["sizes"]
     assert best["loss"] < other["loss"]
     # A run of the size, its steps and its layout takes the days that were given.
-    degrees = dict(zip(*[iter(best["layout"].replace(" x ", " ").split())] * 2, strict=True))
     run = [f"--training.steps={best['steps']:.0f}", f"--model.flavor={best['size'].split()[1]}"]
-    run += [f"--parallelism.data_parallel_shard_degree={degrees['dp_shard']}"]
+    run += best["options"]
     assert titan(["sim", str(job), *run, "--world-size=8", "--run", *on]) == 0
     simulated = json.loads(file.read_text())
     assert simulated["layout"] == best["layout"]
