@@ -1,4 +1,4 @@
-"""On one GPU: experts, the ring's blocks, whole jobs beside the CPU, calibration and preflight."""
+"""On one GPU: experts, the ring's blocks, whole jobs beside the CPU, and preflight."""
 
 from __future__ import annotations
 

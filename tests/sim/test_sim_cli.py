@@ -433,7 +433,6 @@ def test_the_front_holds_what_nothing_beats() -> None:
         (["--processes=0"], "--processes: expected a whole number"),
         (["--json=."], "--json: cannot write .: Is a directory"),
         (["--html=/proc/a.html"], "--html: cannot write /proc/a.html"),
-        (["--typo", "--calibrate=a.toml"], "--calibrate: needs --calibrate-from TRACE"),
     ],
 )
 def test_mistakes(

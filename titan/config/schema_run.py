@@ -54,8 +54,7 @@ class ProfilingSection(Section):
     profiler_warmup: NonNegative = 3
     """Steps that the profiler runs before it records, to leave out its own start-up."""
     record_shapes: bool = False
-    """Record the shapes of operators' inputs, too, as `titan sim --calibrate-from` needs them. The trace is larger, and the host
-    slower."""
+    """Record the shapes of operators' inputs, too. The trace is larger, and the host slower."""
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history every profile_freq steps, and when memory runs out. View
     it at pytorch.org/memory_viz."""

@@ -22,7 +22,7 @@ from titan.tools.plot import points
 from . import paired, picture, sweep
 from . import runs as reading
 from .budget import simulated
-from .cli import load_law
+from .law import load_law
 from .paired import Curve, Estimate
 
 SUMMARY = "Which of two recipes is better, in loss, tokens, time and money. docs/scaling.md"

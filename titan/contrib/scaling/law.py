@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Annotated, Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from titan.base.untrusted import Finite
+from titan.base.untrusted import Finite, parse_json, read_bytes
 
 Array = NDArray[np.float64]
 HUBER = 1e-3  # Hoffmann et al., of the logarithm of the loss
@@ -60,7 +61,7 @@ class Law(NamedTuple):
         """Return the loss, in nats per token."""
         return self.E + self.A / np.power(params, self.a) + self.B / np.power(tokens, self.b)
 
-    def best_params(self, flops: float) -> float:
+    def best_params(self, flops: Array | float) -> Array | float:
         """Return the compute-optimal parameters for training FLOPs 6 N D."""
         share = (self.a * self.A / (self.b * self.B)) ** (1 / (self.a + self.b))
         return share * (flops / 6) ** (self.b / (self.a + self.b))
@@ -84,10 +85,9 @@ class Fit:
     errors: Annotated[list[Finite], Field(min_length=1)]
     runs: Annotated[Sequence[Run], Field(min_length=1)]
 
-    @property
-    def largest(self) -> float:
-        """Return the FLOPs of the largest run."""
-        return max(run.flops for run in self.runs)
+    def times(self, params: float, tokens: float) -> float:
+        """Return the FLOPs of a run over those of the largest run that the law was fitted to."""
+        return 6 * params * tokens / max(run.flops for run in self.runs)
 
     def interval(self, constant: str) -> tuple[float, float]:
         """Return the interval of a constant."""
@@ -103,7 +103,7 @@ class Fit:
         # Each draw meets each error of a run.
         losses = np.array([law.loss(params, tokens) for law in self.draws])
         noisy = losses[:, None] * np.exp(_widened(np.array(self.errors)))
-        return float(self.law.loss(params, tokens)), *_interval(noisy.ravel())
+        return float(self.law.loss(params, tokens)), *_interval(noisy)
 
 
 # The corrected fit to Chinchilla's runs (Besiroglu et al. 2024, arXiv:2404.10102, table 1). The constants that Hoffmann et al. printed
@@ -118,6 +118,15 @@ CHINCHILLA = Fit(
 )
 
 
+def load_law(file: Path) -> Fit:
+    """Return the law of a file of `titan scaling --output`.
+
+    Raises:
+        InputError: The file is wrong.
+    """
+    return parse_json(read_bytes(file), Fit, name=f"{file}: no law of titan scaling")
+
+
 def fit(runs: Sequence[Run], *, draws: int = 400, seed: int = 0) -> Fit:
     """Fit the law to runs.
 
@@ -126,22 +135,21 @@ def fit(runs: Sequence[Run], *, draws: int = 400, seed: int = 0) -> Fit:
         draws: Number of draws of the bootstrap.
         seed: Seed of the draws.
     """
-    log_params, log_tokens, log_loss = np.log([run[1:] for run in runs]).T
-    x = log_params, log_tokens
-    found = [_minimize(start, *x, log_loss) for start in _starts(*x, log_loss)]
+    *x, losses = np.log([run[1:] for run in runs]).T
+    found = [_minimize(start, x, losses) for start in _starts(x, losses)]
     best = min(found, key=lambda pair: pair[1])[0]
-    expected = _log_loss(best, *x)
-    errors = log_loss - expected
+    expected = _log_loss(best, x)
+    errors = losses - expected
     # A fit of five constants is closer to the runs than the truth is.
-    wide, generator = _widened(errors), np.random.default_rng(seed)
+    spread = _WIDER * _widened(errors).std()
+    # The spread itself is known from few runs only.
+    freedom, generator = max(1, len(errors) - len(Law._fields)), np.random.default_rng(seed)
     drawn = []
     for _ in range(draws):
-        # The spread itself is known from few runs only.
-        freedom = max(1, len(wide) - len(Law._fields))
-        spread = _WIDER * wide.std() * np.sqrt(freedom / generator.chisquare(freedom))
-        noise = spread * generator.standard_normal(len(wide))
-        drawn.append(_minimize(best, *x, expected + noise)[0])
-    return Fit(_law(best), [_law(theta) for theta in drawn], errors.tolist(), runs)
+        drawn_spread = spread * np.sqrt(freedom / generator.chisquare(freedom))
+        noise = drawn_spread * generator.standard_normal(len(errors))
+        drawn.append(_law(_minimize(best, x, expected + noise)[0]))
+    return Fit(_law(best), drawn, errors.tolist(), runs)
 
 
 def _widened(errors: Array) -> Array:
@@ -156,74 +164,67 @@ def _interval(values: Array) -> tuple[float, float]:
 
 
 def _law(theta: Array) -> Law:
-    e, a, b, alpha, beta = map(float, theta)
-    return Law(float(np.exp(e)), float(np.exp(a)), float(np.exp(b)), alpha, beta)
+    return Law(*map(float, (*np.exp(theta[:3]), *theta[3:])))
 
 
-def _terms(theta: Array, log_params: Array, log_tokens: Array) -> Array:
-    """Return the logarithms of the three terms, (3, runs)."""
+def _terms(theta: Array, x: Sequence[Array]) -> Array:
+    """Return the logarithms of the three terms, (3, runs). x: logarithms of parameters and tokens."""
     e, a, b, alpha, beta = theta
-    return np.stack(
-        [np.full_like(log_params, e), a - alpha * log_params, b - beta * log_tokens]
-    )
+    return np.stack([np.full_like(x[0], e), a - alpha * x[0], b - beta * x[1]])
 
 
-def _log_loss(theta: Array, log_params: Array, log_tokens: Array) -> Array:
-    return np.logaddexp.reduce(_terms(theta, log_params, log_tokens))
+def _log_loss(theta: Array, x: Sequence[Array]) -> Array:
+    return np.logaddexp.reduce(_terms(theta, x))
 
 
-def _starts(log_params: Array, log_tokens: Array, log_loss: Array) -> list[Array]:
+def _starts(x: Sequence[Array], losses: Array) -> list[Array]:
     """Return the best of a grid of starts.
 
     Each exponent is tried with the shares of the loss of the middle run that its terms may have.
     """
-    middle = [float(np.median(x)) for x in (log_params, log_tokens, log_loss)]
+    params, tokens, loss = (float(np.median(each)) for each in (*x, losses))
+    exponents, shares = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2), (0.03, 0.1, 0.25, 0.45)
     grid = []
-    for alpha, beta in product((0.1, 0.2, 0.35, 0.5, 0.8, 1.2), repeat=2):
-        for share_n, share_d in product((0.03, 0.1, 0.25, 0.45), repeat=2):
-            e = middle[2] + np.log(1 - share_n - share_d)
-            a = middle[2] + np.log(share_n) + alpha * middle[0]
-            b = middle[2] + np.log(share_d) + beta * middle[1]
-            grid.append(np.array([e, a, b, alpha, beta]))
-    errors = [
-        np.abs(_log_loss(theta, log_params, log_tokens) - log_loss).sum() for theta in grid
-    ]
-    return [grid[place] for place in np.argsort(errors)[:_KEPT_STARTS]]
+    for alpha, beta, share_n, share_d in product(exponents, exponents, shares, shares):
+        e = loss + np.log(1 - share_n - share_d)
+        a = loss + np.log(share_n) + alpha * params
+        b = loss + np.log(share_d) + beta * tokens
+        grid.append(np.array([e, a, b, alpha, beta]))
+    grid.sort(key=lambda theta: np.abs(_log_loss(theta, x) - losses).sum())
+    return grid[:_KEPT_STARTS]
 
 
-def _minimize(
-    start: Array, log_params: Array, log_tokens: Array, log_loss: Array
-) -> tuple[Array, float]:
+def _minimize(start: Array, x: Sequence[Array], losses: Array) -> tuple[Array, float]:
     """Return the constants of the least Huber loss from a start, and that loss."""
     from scipy.optimize import least_squares
 
-    ones = np.ones_like(log_params)
-
     def errors(theta: Array) -> Array:
-        return _log_loss(theta, log_params, log_tokens) - log_loss
+        return _log_loss(theta, x) - losses
 
     def jacobian(theta: Array) -> Array:
-        terms = _terms(theta, log_params, log_tokens)
+        terms = _terms(theta, x)
         e, a, b = np.exp(terms - np.logaddexp.reduce(terms))
-        return np.stack([e * ones, a, b, -a * log_params, -b * log_tokens], axis=1)
+        return np.stack([e, a, b, -a * x[0], -b * x[1]], axis=1)
 
     # Without a bound, an E that goes to zero would leave its logarithm without a gradient, and the search without steps.
-    least, infinity = float(log_loss.min()), np.inf
-    bounds = (
-        [least + np.log(LEAST_SHARE), -infinity, -infinity, 0.0, 0.0],
-        [least, infinity, infinity, _MOST_EXPONENT, _MOST_EXPONENT],
-    )
-    inside = np.clip(start, np.array(bounds[0]) + 1e-3, np.array(bounds[1]) - 1e-3)
+    least, none = losses.min(), np.inf
+    low = np.array([least + np.log(LEAST_SHARE), -none, -none, 0, 0])
+    high = np.array([least, none, none, _MOST_EXPONENT, _MOST_EXPONENT])
+    inside = np.clip(start, low + 1e-3, high - 1e-3)
     inside[0] = max(inside[0], least + np.log(0.1))
-    options: dict[str, Any] = {
-        "jac": jacobian,
-        "loss": "huber",
-        "bounds": bounds,
-        "x_scale": "jac",
-    }
     # From wide scales to the Huber loss's: with its narrow one alone, steps far from the minimum are so short that they seem to have arrived.
     for scale in (1000 * HUBER, 30 * HUBER, 5 * HUBER, HUBER):
-        options |= {"f_scale": scale, "xtol": 1e-9, "ftol": 1e-10, "max_nfev": 300}
-        found = least_squares(errors, inside, **options)
-        inside = np.clip(found.x, np.array(bounds[0]) + 1e-9, np.array(bounds[1]) - 1e-9)
+        found = least_squares(
+            errors,
+            inside,
+            jacobian,
+            bounds=(low, high),
+            xtol=1e-9,
+            ftol=1e-10,
+            x_scale="jac",
+            loss="huber",
+            f_scale=scale,
+            max_nfev=300,
+        )
+        inside = np.clip(found.x, low + 1e-9, high - 1e-9)
     return found.x, float(found.cost)

@@ -1,11 +1,11 @@
-"""Pictures of a sweep, a comparison, a law and a budget, for the option --plot of their commands."""
+"""Pictures of a sweep, a comparison and a law, for the option --plot of their commands."""
 
 from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,8 +14,9 @@ from titan.base.untrusted import InputError
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 
-from .law import LEVEL, Fit, Run
+from .law import LEVEL, Fit
 from .paired import Curve, mean_of
+from .runs import number_in
 
 
 def add_option(parser: ArgumentParser, about: str) -> None:
@@ -54,7 +55,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     done = [row for row in rows if row["loss"] is not None and row["state"] == "done"]
     values: dict[str, set[float]] = {}
     for key in done[0]["settings"] if done else ():
-        numbers = {_number(row["settings"][key]) for row in done}
+        numbers = {number_in(row["settings"][key]) for row in done}
         if all(map(math.isfinite, numbers)):
             values[key] = numbers
     if not values:
@@ -63,7 +64,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     lines: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in done:
         others = " ".join(f"{k}={v}" for k, v in row["settings"].items() if k != axis)
-        lines[others][_number(row["settings"][axis])].append(row["loss"])
+        lines[others][number_in(row["settings"][axis])].append(row["loss"])
     figure = _figure(8, 5)
     axes = figure.subplots()
     for others, points in sorted(lines.items()):
@@ -79,62 +80,20 @@ def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     _save(figure, file)
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def draw_law(found: Fit, runs: list[Run], file: Path) -> None:
-    """Draw losses of runs over FLOPs with the compute-optimal frontier, and what the law leaves.
-
-    Args:
-        found: The law.
-        runs: Runs that it was fitted to.
-        file: PNG file.
-    """
+def draw_law(found: Fit, file: Path) -> None:
+    """Draw the losses of a law's runs over FLOPs, those that the law expects, and the least loss of as many FLOPs."""
     import numpy as np
 
-    figure = _figure(9, 7)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    every = np.array([run.flops for run in runs])
-    flops = np.geomspace(every.min(), every.max() * 3, 100)
-    bands = []
-    for law in [found.law, *found.draws]:
-        params = np.array([law.best_params(each) for each in flops])
-        bands.append(law.loss(params, flops / 6 / params))
-    low, high = np.quantile(bands[1:], (0.05, 0.95), axis=0)
-    upper.plot(flops, bands[0], color="black", label="compute-optimal frontier")
-    upper.fill_between(flops, low, high, color="black", alpha=0.15, label="90% interval")
-    losses = np.array([run.loss for run in runs])
-    expected = np.array([float(found.law.loss(run.params, run.tokens)) for run in runs])
-    sizes = np.log10([run.params for run in runs])
-    shown = upper.scatter(every, losses, c=sizes, label="runs", zorder=3)
-    lower.scatter(every, 100 * (losses / expected - 1), c=sizes, zorder=3)
-    figure.colorbar(shown, ax=[upper, lower], label="log10 of parameters")
-    upper.set(ylabel="loss, nats per token", xscale="log")
-    lower.axhline(0, color="black", linewidth=0.8)
-    lower.set(xlabel="training FLOPs, 6 N D", ylabel="loss over the law, %")
-    upper.legend()
-    _save(figure, file)
-
-
-def draw_budget(points: Iterable[tuple[str, float, float]], found: Fit, file: Path) -> None:
-    """Draw the expected losses over the sizes.
-
-    Args:
-        points: Name, parameters and tokens of each size.
-        found: The law.
-        file: PNG file.
-    """
     figure = _figure(8, 5)
     axes = figure.subplots()
-    for name, params, tokens in points:
-        loss, low, high = found.predict(params, tokens)
-        axes.errorbar(params, loss, [[loss - low], [high - loss]], fmt="o", capsize=3)
-        axes.annotate(f" {name}", (params, loss))
-    axes.set(xscale="log", xlabel="parameters that a token meets", ylabel="expected loss")
+    _, params, tokens, losses = zip(*found.runs, strict=True)
+    sizes, flops = np.array(params), np.array([run.flops for run in found.runs])
+    best = found.law.best_params(flops)
+    axes.scatter(flops, losses, label="runs")
+    axes.scatter(flops, found.law.loss(sizes, np.array(tokens)), marker="x", label="law")
+    axes.plot(flops, found.law.loss(best, flops / 6 / best), label="compute-optimal sizes")
+    axes.set(xlabel="training FLOPs, 6 N D", ylabel="loss, nats per token", xscale="log")
+    axes.legend()
     _save(figure, file)
 
 

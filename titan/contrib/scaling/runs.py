@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import correlation
 from typing import Any
@@ -19,15 +19,7 @@ from titan.tools.row_files import runs_near
 from .law import Law, Run
 
 LEAST = len(Law._fields) + 1
-_LONGEST = 1 << 17  # characters of a line
-_COLUMNS = {
-    "params": ("params", "n", "parameters"),
-    "tokens": ("tokens", "d"),
-    "loss": ("loss", "l"),
-    "name": ("name", "run", "id"),
-}
-
-
+_SHORT = {"n": "params", "d": "tokens"}
 _LAST = 0.05  # share of a run's rows whose mean loss is its final loss
 
 
@@ -42,13 +34,12 @@ def final_loss(rows: list[Row]) -> float | None:
 
 
 def read(
-    paths: Sequence[Path], *, total: bool = False, trust_remote_code: bool = False
+    paths: Sequence[Path], *, trust_remote_code: bool = False
 ) -> tuple[list[Run], dict[str, Any]]:
     """Read runs, sorted by their FLOPs, and what all of them were trained on.
 
     Args:
         paths: Run folders, folders of run folders, or one CSV file.
-        total: Count all parameters of a model with experts, and not those of a token.
         trust_remote_code: Obey model.trust_remote_code of the runs' jobs.
 
     Raises:
@@ -59,23 +50,18 @@ def read(
     else:
         folders = {folder.resolve() for path in paths for folder in folders_of(path)}
         granted = ["model.trust_remote_code"] * trust_remote_code
-        found = [of_folder(folder, total=total, granted=granted) for folder in sorted(folders)]
+        found = [of_folder(folder, granted=granted) for folder in sorted(folders)]
         shared = require_shared([text_settings(config) for _, config, _ in found])
         runs = [run for run, _, _ in found]
     return sorted(runs, key=lambda run: run.flops), shared
 
 
-def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
+def require_enough(runs: Sequence[Run]) -> None:
     """Raise InputError if a law cannot be fitted to runs."""
-    count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
-    count += f" after --leave-out {left_out}" * bool(left_out)
-    for field in ("params", "tokens"):
-        if len({getattr(run, field) for run in runs}) < 3:
-            raise InputError(
-                f"{count}: fewer than three different numbers of {field}; the law needs three of each"
-            )
-    if len(runs) < LEAST:
-        raise InputError(f"{count}: the law needs at least {LEAST}")
+    sizes, lengths = ({getattr(run, field) for run in runs} for field in ("params", "tokens"))
+    if len(runs) < LEAST or min(len(sizes), len(lengths)) < 3:
+        has = f"{len(runs)} runs with {len(sizes)} numbers of params, {len(lengths)} of tokens"
+        raise InputError(f"{has}: the law needs {LEAST} runs, and three numbers of each")
 
 
 def is_line(runs: Sequence[Run]) -> bool:
@@ -96,9 +82,7 @@ def folders_of(path: Path) -> list[Path]:
     raise InputError(f"{path}: no run, and no folder of runs{hint}")
 
 
-def of_folder(
-    folder: Path, *, total: bool = False, granted: Sequence[str] = ()
-) -> tuple[Run, JobConfig, list[Row]]:
+def of_folder(folder: Path, *, granted: Sequence[str] = ()) -> tuple[Run, JobConfig, list[Row]]:
     """Return a finished run, its job and its rows."""
     config = load_config(folder / "config.toml")
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
@@ -111,10 +95,10 @@ def of_folder(
         raise InputError(
             f"{folder}: step {done} of {steps}: only finished runs have a final loss"
         )
-    params = sizes.num_params if total else sizes.num_active_params
     if not (loss := final_loss(rows)):
         raise InputError(f"{folder}: its last rows have no loss: did it diverge?")
-    return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), config, rows
+    params, tokens = float(sizes.num_active_params), float(rows[-1]["tokens"])
+    return Run(folder.name, params, tokens, loss), config, rows
 
 
 def text_settings(config: JobConfig) -> dict[str, Any]:
@@ -142,47 +126,40 @@ def require_shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _of_csv(file: Path) -> list[Run]:
     """Return the runs of a CSV file with columns params (or N), tokens (or D), loss, and perhaps name."""
-    lines = read_text(file).removeprefix("\ufeff").splitlines()
-    # Fields end at the separator that the header has most of.
-    separator = max(",;\t", key=lines[0].count) if lines else ","
-    if max(map(len, lines), default=0) > _LONGEST:
-        raise InputError(f"{file}: has a line of more than {_LONGEST:,} characters")
-    reader = csv.reader(lines, delimiter=separator)
-    header = [name.strip() for name in next(reader, [])]
-    places: dict[str, int] = {}
-    for field, known in _COLUMNS.items():
-        found = [place for place, name in enumerate(header) if name.lower() in known]
-        if len(found) > 1:
-            several = " and ".join(header[place] for place in found)
-            raise InputError(f"{file}: columns {several} mean the same: remove one")
-        if found:
-            places[field] = found[0]
-        elif field != "name":
-            has = ", ".join(header).lower() or "none"
-            raise InputError(f"{file}: no column {field} ({' or '.join(known)}); it has {has}")
-    runs = []
-    for row in filter(None, reader):
-        where = f"{file}:{reader.line_num}"
-        if len(row) != len(header):
-            raise InputError(
-                f"{where}: has more or fewer fields than the header, which are separated by {separator!r}"
-            )
-        values = []
-        for field in Run._fields[1:]:
-            text = row[places[field]].strip()
-            try:
-                value = float(text)
-            except ValueError:
-                value = math.nan
-            if not (0 if field == "loss" else 1) <= value < 1e18 or not value:
-                rule = "above zero" if field == "loss" else "from 1 to 1e18"
-                raise InputError(f"{where}: {field} is {printable(text)}, not a number {rule}")
-            values.append(value)
-        params, tokens, _ = values
-        if params < 1e4 or tokens < params / 10:
-            raise InputError(
-                f"{where}: {params:g} parameters and {tokens:g} tokens: are these millions and billions? Write 70e6 for 70 million"
-            )
-        name = row[places["name"]] if "name" in places else ""
-        runs.append(Run(name or f"line {reader.line_num}", *values))
-    return runs
+    rows = csv.DictReader(read_text(file).removeprefix("\ufeff").splitlines())
+    try:
+        names = [name.strip().lower() for name in rows.fieldnames or ()]
+        rows.fieldnames = [_SHORT.get(name, name) for name in names]
+        if len({*rows.fieldnames}) < len(names):
+            raise InputError(f"{file}: two of the columns {', '.join(names)} mean the same")
+        return [_run(row, f"{file}:{rows.line_num}") for row in rows]
+    except csv.Error as error:
+        raise InputError(f"{file}:{rows.line_num}: {error}") from None
+
+
+def _run(row: Mapping[Any, Any], where: str) -> Run:
+    """Return the run of a row."""
+    if None in row:
+        raise InputError(f"{where}: has more fields than the header")
+    numbers = []
+    for field in Run._fields[1:]:
+        text = row.get(field) or ""
+        numbers.append(number_in(text))
+        if not 0 < numbers[-1] < 1e18:
+            shown = printable(text) or "missing"
+            raise InputError(f"{where}: {field} is {shown}, not a number above zero")
+    run = Run(row.get("name") or where, *numbers)
+    if run.params < 1e4 or run.tokens < run.params / 10:
+        sizes = f"{run.params:g} parameters and {run.tokens:g} tokens"
+        raise InputError(
+            f"{where}: {sizes}: are these millions and billions? Write 70e6 for 70 million"
+        )
+    return run
+
+
+def number_in(text: str) -> float:
+    """Return the number that a text is; no number (nan) if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

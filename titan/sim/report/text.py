@@ -202,7 +202,7 @@ def _machine(facts: Facts) -> Iterator[str]:
         yield f"  documents let a token see {keys:,.0f} keys in the mean"
     for name, speed in facts["hardware_kin"].items():
         change = speed / facts["tokens_per_s_per_gpu"] - 1
-        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); a trace of a step there tells which (`--calibrate-from`)"
+        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%})"
 
 
 def _speed(facts: Facts) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _speed(facts: Facts) -> Iterator[str]:
         middle, _, ends = speed[:-3].partition(" (")
         speed = f"{middle}, "
         yield f"  speed     {ends} tokens/s/GPU: little is known of {reason}; {level}"
-        yield "            a trace of one step on such a machine corrects the profile (`--calibrate-from`); in the middle of the range:"
+        yield "            a profile with the rates of that machine narrows it; in the middle of the range:"
     yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
         f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, {mfu} ({convention})"
