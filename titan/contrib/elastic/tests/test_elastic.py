@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -19,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from scripts.drills import groups as drill
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
 from titan.base.untrusted import InputError
@@ -29,13 +29,10 @@ from titan.contrib.elastic import membership
 from titan.contrib.elastic.section import groups_of
 from titan.run.step_limit import StepLimit
 
-sys.path.append(str(ROOT / "scripts"))
-import elastic_drill as drill
-
 needs_torchft = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="needs torchft"
 )
-JOB = (*drill._JOB, *drill._SETTINGS, "--training.seq_len=64")
+JOB = drill.JOB
 
 
 def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +48,7 @@ def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPa
 
 @needs_torchft
 def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "elastic_drill.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "scripts/drill.py"), "groups", str(tmp_path)]
     command += ["--groups", "2", "--nproc", "1", "--steps", "200", "--every", "1.5"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -235,8 +232,7 @@ def test_a_state_that_takes_longer_than_the_limit_of_a_sum_heals(tmp_path: Path)
         for group in groups:
             end_group(group)
         server.shutdown()
-    options = argparse.Namespace(steps=steps, seq_len=64, more=rate)
-    assert drill.replay(tmp_path, options) < drill.BOUND
+    assert drill.replay(tmp_path, [*JOB, *rate], steps) < drill.BOUND
 
 
 @needs_torchft
