@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 
-from scripts.drills import fuzz
 from titan.base.untrusted import (
     InputError,
     PrintableStream,
@@ -30,6 +29,9 @@ from titan.base.untrusted import (
     read_json,
     tail_lines,
 )
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from drills import fuzz
 
 MAX_BYTES, MAX_CPU_S = 200 * 2**20, 10  # over an idle process
 ESCAPE = fuzz.ESCAPE.strip()  # into the clipboard, in colour, backwards

@@ -253,7 +253,7 @@ def cause(folder: Path, kind: str, number: int) -> Result:
 
 def about(found: Mapping[str, Result]) -> list[str]:
     """Return the lines of the README: a sentence, and the table of what has run."""
-    lines, loads = [], [0.0]
+    lines, loads, quick = [], [0.0], 0
     for kind in KINDS:
         done = [row for name, row in found.items() if name.startswith(kind)]
         events = [event for row in done for event in row["events"]]
@@ -262,13 +262,14 @@ def about(found: Mapping[str, Result]) -> list[str]:
         times = (*seconds(events, "next_s"), *seconds(events, "both_s"))
         lines.append((kind, len(events), *times, max(apart, key=float, default="-"), bad))
         loads += [event["load"] for event in events]
+        quick += sum(event["next_s"] < 1 for event in events)
     steps, samples = (
         sum(row.get(name, 0) for row in found.values()) for name in ("steps", "samples")
     )
     said = (
         f"{time.strftime('%-d %B %Y')}, {os.cpu_count()} cores under a load of up to {max(loads):.0f}. One process "
-        f"has repeated all {steps:,} steps, of {samples:,} samples. A fault that hits a group that is not back yet "
-        "costs less than a second. Of groups with another job, the seconds are the other group's longest pause."
+        f"has repeated all {steps:,} steps, of {samples:,} samples. {quick} faults hit a group that was not back "
+        "yet, and cost the other one less than a second. Of groups with another job, the seconds are the other group's longest pause."
     )
     return [said, "", *table(HEAD, lines)]
 
