@@ -49,7 +49,7 @@ def drill(folder: Path, options: argparse.Namespace, chosen: random.Random) -> l
     """Run the groups, and kill one every so often; return what each kill cost."""
     command = [*TITAN, "train", *JOB, f"--training.steps={options.steps}", "--elastic"]
     command += f"--groups {options.groups} --nproc {options.nproc} --max-restarts 100".split()
-    file, next_s, kills = folder.with_suffix(".log"), math.inf, list[Row]()
+    file, next_s, kills = folder / "groups.log", math.inf, list[Row]()
     process = start([*command, f"--job.dump_folder={folder}"], file)
     while process.poll() is None:
         time.sleep(0.1)

@@ -48,15 +48,15 @@ def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPa
 
 @needs_torchft
 def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts/drill.py"), "groups", str(tmp_path)]
+    folder = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "scripts/drill.py"), "groups", str(folder)]
     command += ["--groups", "2", "--nproc", "1", "--steps", "200", "--every", "1.5"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "next step of the survivors" in done.stdout, done.stdout
-    rows = drill.rows_of(tmp_path / "run-0")
+    rows = drill.rows_of(folder)
     assert {row["replica_groups"] for row in rows} == {1, 2}
     # The checkpoint of groups is one copy, and a run without groups goes on from it.
-    folder = tmp_path / "run-0"
     last = max(row["step"] for row in rows)
     assert (folder / "checkpoint" / f"step-{last}" / "titan.json").exists()
     settings = [*JOB, f"--job.dump_folder={tmp_path}/alone", f"--training.steps={last + 2}"]
