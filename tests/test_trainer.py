@@ -19,9 +19,13 @@ from tests.support.trainers import Trainer
 from titan.base.signals import EXIT_DONE, StopRequest
 from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
+from titan.config.plug_ins import plug_ins
 from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.ops.recovery import NonFiniteError
+from titan.run import trainer as plain
+from titan.run.hook import Hook
+from titan.run.standard_hooks import standard_hooks
 from titan.tasks.next_token import NextToken
 
 BASE = with_changes(
@@ -289,3 +293,60 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     ):
         Trainer(job(tmp_path, model={"overrides": {"vocab_size": 100}}))
     torch.distributed.destroy_process_group()
+
+
+class Count(Hook):
+    """Count steps, and check that flags come back."""
+
+    state_key = "count"
+
+    def __init__(self, trainer: plain.Trainer) -> None:
+        self.trainer, self.calls = trainer, {}
+
+    def step_begin(self) -> None:
+        self.calls["begun"] = self.calls.get("begun", 0) + 1
+
+    def flags(self) -> tuple[float, float]:
+        return 1.0, float(self.trainer.step)
+
+    def result(self, result: Any) -> None:
+        assert list(result.flags[self]) == [1.0, result.step]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.calls)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.calls = dict(state)
+
+
+def test_a_hook_of_a_package_runs_before_the_row_is_written_and_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Entry:
+        name = "count"
+        load = staticmethod(lambda: Count)
+
+    monkeypatch.setattr(
+        "titan.run.standard_hooks.plug_ins", lambda group: [*plug_ins(group), Entry]
+    )
+    for steps in (2, 5):
+        trainer = plain.Trainer(
+            any_job(tmp_path, training={"steps": steps}), hooks=standard_hooks
+        )
+        try:
+            assert isinstance(trainer.hooks[-3], Count)
+            assert trainer.run() == 0
+        finally:
+            trainer.close()
+    assert trainer.hooks[-3].calls == {"begun": 5}
+    state = json.loads((tmp_path / "checkpoint" / "step-5" / "titan.json").read_text())
+    assert state["count"] == {"begun": 5}
+
+
+def test_a_trainer_without_hooks_trains(tmp_path: Path) -> None:
+    trainer = plain.Trainer(any_job(tmp_path))
+    try:
+        assert trainer.run() == 0 and trainer.step == 2
+    finally:
+        trainer.close()
+    assert not (tmp_path / "checkpoint").exists()

@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import resource
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,9 +30,11 @@ from titan.base.untrusted import (
     tail_lines,
 )
 
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from drills import fuzz
+
 MAX_BYTES, MAX_CPU_S = 200 * 2**20, 10  # over an idle process
-FUZZ = runpy.run_path(str(Path(__file__).parents[1] / "scripts/fuzz_runs.py"))
-ESCAPE = FUZZ["ESCAPE"].strip()  # into the clipboard, in colour, backwards
+ESCAPE = fuzz.ESCAPE.strip()  # into the clipboard, in colour, backwards
 
 
 # ---- damages ---------------------------------------------------------------------------------------
@@ -345,7 +346,7 @@ def verify_and_load(step: Path) -> int:
 
     code = cli.main(["verify", str(step)])
     if (step / "manifest.json").is_file() and not (step / "manifest.json").is_symlink():
-        FUZZ["seal"](step, number=7)
+        fuzz.seal(step, number=7)
     try:
         load(step, {f"model.{i}": torch.empty(40, 50) for i in range(4)})
         read_metadata(step, "step", "tokens", "data")
@@ -494,7 +495,7 @@ def test_damaged_files(reader: str, tmp_path: Path) -> None:
 
 
 def test_files_of_a_run_damaged_at_random(tmp_path: Path) -> None:
-    assert FUZZ["fuzz"](tmp_path, count=200) == []
+    assert fuzz.fuzz(tmp_path, count=200) == []
 
 
 # ---- the reader itself -----------------------------------------------------------------------------

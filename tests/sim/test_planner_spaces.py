@@ -1,4 +1,4 @@
-"""Plan and auto beside all layouts of two small spaces, whose simulations are stored (scripts/bench/planner_spaces.py)."""
+"""Plan and auto beside all layouts of two small spaces, whose simulations are stored (scripts/bench/simulator.py spaces)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .results import student
 
 Curve = tuple[list[float], list[float]]
 LAST = 0.75  # share of the tokens after which losses count
-_FLATTER = 0.75  # as the curves of scripts/bench/handicaps.py do, with a margin
+_FLATTER = 0.75  # as the curves of the known handicaps do (docs/log.md), with a margin
 
 
 class Estimate(NamedTuple):

@@ -16,7 +16,7 @@ from titan.config.schema import JobConfig
 from titan.config.toml import format_value
 from titan.tools.check_extension import CheckExtension
 
-# Flavors of both projects. They are the same models: tests/test_models.py.
+# Flavors of both projects. They are the same models: tests/models compares their counts.
 FLAVORS = {
     "llama3": ("debugmodel", "8B", "70B", "405B"),
     "qwen3": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -19,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from scripts.drills import groups as drill
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
 from titan.base.untrusted import InputError
@@ -29,13 +29,10 @@ from titan.contrib.elastic import membership
 from titan.contrib.elastic.section import groups_of
 from titan.run.step_limit import StepLimit
 
-sys.path.append(str(ROOT / "scripts"))
-import elastic_drill as drill
-
 needs_torchft = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="needs torchft"
 )
-JOB = (*drill._JOB, *drill._SETTINGS, "--training.seq_len=64")
+JOB = drill.JOB
 
 
 def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,15 +48,15 @@ def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPa
 
 @needs_torchft
 def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "elastic_drill.py"), str(tmp_path)]
+    folder = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "scripts/drill.py"), "groups", str(folder)]
     command += ["--groups", "2", "--nproc", "1", "--steps", "200", "--every", "1.5"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "next step of the survivors" in done.stdout, done.stdout
-    rows = drill.rows_of(tmp_path / "run-0")
+    rows = drill.rows_of(folder)
     assert {row["replica_groups"] for row in rows} == {1, 2}
     # The checkpoint of groups is one copy, and a run without groups goes on from it.
-    folder = tmp_path / "run-0"
     last = max(row["step"] for row in rows)
     assert (folder / "checkpoint" / f"step-{last}" / "titan.json").exists()
     settings = [*JOB, f"--job.dump_folder={tmp_path}/alone", f"--training.steps={last + 2}"]
@@ -235,8 +232,7 @@ def test_a_state_that_takes_longer_than_the_limit_of_a_sum_heals(tmp_path: Path)
         for group in groups:
             end_group(group)
         server.shutdown()
-    options = argparse.Namespace(steps=steps, seq_len=64, more=rate)
-    assert drill.replay(tmp_path, options) < drill.BOUND
+    assert drill.replay(tmp_path, [*JOB, *rate], steps) < drill.BOUND
 
 
 @needs_torchft

@@ -1,9 +1,9 @@
 """Damage the files of a run folder at random, and read each by the commands that read it, in this process.
 
-    python scripts/fuzz_runs.py --count 2000 --seed 0     prints each finding, and exits with 1 if there is one
+    python scripts/drill.py fuzz --count 2000 --seed 0     prints each finding, and exits with 1 if there is one
 
 A command must end with an exit code, without an exception, and print nothing that could steer a terminal. tests/test_untrusted.py
-does some hundreds. With --processes N, N of the damages are read by real processes as well.
+does some hundreds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,74 +22,22 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from .shared import TABLE as ALL
+from .shared import TITAN
+
+TABLE = ALL["fuzz"]
 ESCAPE = "\x1b]52;c;aGFoYQ==\x07\x9b31m\u202e\n"
-ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        -1,
-        10**30,
-        2**63,
-        1e999,
-        float("nan"),
-        "",
-        "x",
-        ESCAPE,
-        "../../x",
-        "/dev/zero",
-    ),
-    *("s3://host/x", [], {}, [[]], {ESCAPE: ESCAPE}, [ESCAPE], "9" * 5000),
-)
-JOB = {
-    "model.overrides": "{dim = 16, n_layers = 1, n_heads = 2, n_kv_heads = 1, ffn_dim = 32}",
-    "tokenizer.name": "bytes",
-    "training.dataset": "synthetic",
-    "training.steps": "3",
-    "training.seq_len": "32",
-    "training.local_batch_size": "2",
-    "checkpoint.interval": "2",
-    "metrics.log_freq": "1",
-    "lr_scheduler.warmup_steps": "1",
-}
-GENERATE = ["generate", "--checkpoint", "STEP", "--prompt", "a", "--max-new-tokens", "1"]
-READ_RUN = (["doctor", "RUN"], ["watch", "RUN", "--once", "OUT/page.html"])
-SCORE = ["evaluate", "STEP", "--tasks", "stdlib_choice", "--num-examples", "1"]
-AUDIT = ["audit", "RUN", "--step", "99"]  # a step that it does not have: nothing is computed
-READ_STEP = (["verify", "STEP"], GENERATE, ["convert", "to-hf", "STEP", "OUT/hf"])
-# The commands that read a file, by the end of its name.
-READERS: dict[str, tuple[list[str], ...]] = {
-    "config.toml": (
-        *READ_RUN,
-        GENERATE,
-        SCORE,
-        AUDIT,
-        ["scaling", "RUN"],
-        ["config", "RUN/config.toml"],
-        ["convert", "to-hf", "RUN", "OUT/hf"],
-    ),
-    "metrics.jsonl": (
-        *READ_RUN,
-        AUDIT,
-        ["plot", "RUN", "--output", "OUT/a.png"],
-        ["scaling", "RUN"],
-    ),
-    "events.jsonl": (*READ_RUN, ["plot", "RUN", "--output", "OUT/a.png"]),
-    "titan.json": (*READ_STEP, SCORE, ["average", "STEP", "STEP", "--output", "OUT/mean"]),
-    "manifest.json": READ_STEP,
-    "tensors.json": READ_STEP,
-    ".distcp": READ_STEP,
-    "": READ_RUN,
-}
+ODD: list[Any] = [
+    *(None, True, -1, 10**30, 2**63, 1e999, float("nan"), "", "x", ESCAPE, "../../x"),
+    *("/dev/zero", "s3://host/x", [], {}, [[]], {ESCAPE: ESCAPE}, [ESCAPE], "9" * 5000),
+]
 
 
 def write_run(folder: Path) -> None:
     """Train a tiny model for three steps, and leave a lock as a killed run does."""
     job = folder.with_suffix(".toml")
-    job.write_text("")
-    keys = [
-        f"--{key}={value}" for key, value in (JOB | {"job.dump_folder": str(folder)}).items()
-    ]
-    command = [sys.executable, "-m", "titan.cli", "train", str(job), *keys]
+    job.write_text(TABLE["job"])
+    command = [*TITAN, "train", str(job), f"--job.dump_folder={folder}"]
     subprocess.run(command, check=True, capture_output=True)
     lock = {"host": "a", "pid": 1, "started": "1", "machine": "m", "job": "", "attempt": ""}
     (folder / "lock.json").write_text(json.dumps(lock))
@@ -144,15 +90,13 @@ def damages(dice: random.Random) -> list[Callable[[Path], None]]:
 
     def other(file: Path) -> None:
         file.unlink()
-        dice.choice(
-            [
-                lambda: os.mkfifo(file),
-                file.mkdir,
-                lambda: file.symlink_to("/dev/zero"),
-                lambda: file.symlink_to("/etc/hostname"),
-                lambda: file.symlink_to(file.name),
-            ]
-        )()
+        target = dice.choice(["", "/", "/dev/zero", "/etc/hostname", file.name])
+        if not target:
+            os.mkfifo(file)
+        elif target == "/":
+            file.mkdir()
+        else:
+            file.symlink_to(target)
 
     return [bits, cut, insert, value, value, value, other]
 
@@ -202,24 +146,19 @@ def seal(step: Path, *, number: int = 3) -> None:
         write_manifest(step, entries, step=number)
 
 
-def _placed(word: str, names: dict[str, str]) -> str:
-    return re.sub(r"^(RUN|STEP|OUT)\b", lambda match: names[match[0]], word)
-
-
-def fuzz(place: Path, *, count: int, seed: int = 0, processes: int = 0) -> list[str]:
+def fuzz(place: Path, *, count: int, seed: int = 0) -> list[str]:
     """Return the findings of `count` damages of a run's files.
 
     Args:
         place: empty folder.
         count: number of damages.
         seed: seed of the damages.
-        processes: damages that are read by real processes as well.
     """
     dice, whole, found = random.Random(seed), place / "whole", list[str]()
+    run, out = place / "run", place / "out"
     write_run(whole)
     files = [f for f in sorted(whole.rglob("*")) if f.is_file() and f.stat().st_size]
     for number in range(count):
-        run, out = place / "run", place / "out"
         for folder in (run, out):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, run)
@@ -231,40 +170,30 @@ def fuzz(place: Path, *, count: int, seed: int = 0, processes: int = 0) -> list[
         except (ValueError, IndexError):  # a value of a file that has none
             continue
         step = run / "checkpoint" / "step-3"
-        if (
-            file.parent / "titan.json"
-        ).is_file():  # of a step: on its own, as one that was sent
+        # A file of a step: on its own, as one that was sent.
+        if (file.parent / "titan.json").is_file():
             step = file.parent.rename(out / "step-3")
             if dice.random() < 0.8:
                 seal(step)
-        names = {"RUN": str(run), "STEP": str(step), "OUT": str(out)}
-        [*commands] = next(c for end, c in READERS.items() if file.name.endswith(end))
-        for command in commands:
-            argv = [_placed(word, names) for word in command]
+        readers = next(c for end, c in TABLE["readers"].items() if file.name.endswith(end))
+        for command in readers:
+            argv = command.format(run=run, step=step, out=out).split()
             said, wrong = read(argv)
-            if number < processes:
-                done = subprocess.run(
-                    [sys.executable, "-m", "titan.cli", *argv], capture_output=True, text=True
-                )
-                said += done.stdout + done.stderr
             if wrong := wrong or check(said):
                 where = f"{number}: {damage.__name__} of {file.relative_to(run)}"
-                found.append(f"{where}, titan {' '.join(command)}: {wrong}")
+                found.append(f"{where}, titan {command}: {wrong}")
     return found
 
 
-def main() -> int:
-    """Run the script. Return 1 if something is wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the piece's options."""
     parser.add_argument("--count", type=int, default=2000, help="default: 2000")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=0, metavar="N")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Damage and read. Return 1 if something is wrong."""
     with tempfile.TemporaryDirectory() as place:
-        found = fuzz(Path(place), **vars(options))
+        found = fuzz(Path(place), count=options.count, seed=options.seed)
     print(*found, f"{options.count} damages, {len(found)} findings", sep="\n")
     return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
