@@ -25,6 +25,7 @@ from tests.support.layouts import (
     fsdp,
     global_batch,
     job_of,
+    largest,
     mesh_name,
     pp,
     schedule,
@@ -36,7 +37,6 @@ from tests.support.steps import build_step
 from titan.data.packing import IGNORED
 from titan.models import llama3
 from titan.models.common.attention import Sinks
-from titan.numerics.certify.steps import largest
 from titan.parallel import build_mesh
 
 HERE = Path(__file__).parent

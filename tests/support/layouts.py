@@ -17,7 +17,7 @@ from titan.config.toml import tomllib
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, Batch
 from titan.numerics.certify.steps import BOUND as BOUND
-from titan.numerics.certify.steps import WHAT, largest, micro_batches, record
+from titan.numerics.certify.steps import WHAT, micro_batches, ratios, record
 from titan.numerics.certify.steps import whole_gradients as whole_gradients
 from titan.parallel import build_mesh
 
@@ -208,6 +208,11 @@ def train(layout: Layout, precision: str = "float32", steps: int = 0) -> dict[st
     train_step = build_step(job_of(layout, precision=precision, steps=steps), mesh)
     whole = (layout.batch(layout, step) for step in range(1, (steps or num_steps()) + 1))
     return record(train_step, (micro_batches(b, mesh, layout.accumulation) for b in whole))
+
+
+def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:
+    """Return the largest relative difference over ranks and over steps or parameters."""
+    return max(ratios(results, reference, what).values(), default=0.0)
 
 
 def differences(results: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:

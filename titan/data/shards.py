@@ -134,7 +134,7 @@ def unfinished_name(path: Path) -> Path:
 
 
 def write_index(file: Path, index: BaseModel) -> None:
-    """Write an index (or a file of prepare_shares.py) so that a reader sees the old content or the new content, even after a crash."""
+    """Write an index (or a file of a share) so that a reader sees the old content or the new content, even after a crash."""
     temporary = temporary_name(file)
     with temporary.open("w", encoding="utf-8") as opened:
         of_shards = {split: {"__all__": {"unread"}} for split in SPLITS}

@@ -29,13 +29,18 @@ OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
 def differences(sizes: Any, other: Any) -> dict[str, Any]:
     """Return the fields, with their values in `sizes`, in which two models differ.
 
-    Fields about initialization and balancing do not count.
+    Fields about initialization and balancing do not count, and those of YaRN only with it.
     """
+    ignored = (
+        ("init_std", "_coeff")
+        if getattr(sizes, "rope_factor", 1)
+        else ("init_std", "_coeff", "rope_mscale")
+    )
     names = (f.name for f in dataclasses.fields(sizes) if f.init)
     return {
         name: value
         for name in names
-        if not name.endswith(("init_std", "_coeff"))
+        if not name.endswith(ignored)
         and getattr(other, name, None) != (value := getattr(sizes, name))
     }
 

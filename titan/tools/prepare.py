@@ -5,8 +5,8 @@
     titan prepare --input 'corpus/*.parquet' --tokenizer assets/llama3 --output shards --share 3 50
 
 It may be interrupted in any way, and the same command continues. The result depends neither on
-interruptions nor on the number of workers and shares. titan/data/writer.py does the work of one process,
-and prepare_shares.py that of a share.
+interruptions nor on the number of workers and shares. titan/data/writer.py does the work of one process. An entry point
+prepare.NAME of `titan.extensions` is a class that does that of a share (titan/contrib/prepare_shares).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan.config.options import add_quiet, command_parser, positive
+from titan.config.plug_ins import load_part
 from titan.config.schema import Section
 from titan.data import DataError, conversations
 from titan.data.cache import display, exclusive, usable_cores
@@ -27,8 +28,6 @@ from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import tokenizer_named
 from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec, write_shards
-
-from .prepare_shares import Shares
 
 INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
 
@@ -169,10 +168,12 @@ def _prepare(arguments: Namespace) -> str:
         template=template,
     )
     workers = arguments.workers or usable_cores()
-    shares = Shares(documents, spec, folder, arguments.shard_tokens)
-    if share and (left := shares.write(*share, workers=workers)):
-        return left
-    if share or shares.are_begun:
+    if share or (folder / "parts").is_dir():
+        missing = "this titan was installed without titan/contrib/prepare_shares"
+        kind = load_part("prepare", key="--share", missing=missing)
+        shares = kind(documents, spec, folder, arguments.shard_tokens)
+        if share and (left := shares.write(*share, workers=workers)):
+            return left
         index = shares.join()
     else:
         # One process at a time writes into a folder. A second process waits, and then finds the shards complete.

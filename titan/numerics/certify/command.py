@@ -37,6 +37,7 @@ from titan.config.options import (
     positive,
     put_json,
 )
+from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
 from titan.config.schema_comm import NcclGroupSection
@@ -57,7 +58,6 @@ LAYOUTS: dict[str, Degrees] = {
 }
 _OWN = "job"
 _CUT = 1e-6  # the same operations on the same numbers
-_OF_SOURCE = 1e-5  # in fp32: other orders of sums, as of attention
 _MOST_AXES = 3  # of two ranks each
 # One value in thousands that falls on the other side of a kink changes a gradient by less.
 _DRAWS, _ROUNDING = 5, 0.1
@@ -78,7 +78,7 @@ class CertifiedLayout:
     """
 
     name: str
-    mesh: str
+    mesh: str = ""
     verdict: str
     reason: str = ""
     differences: dict[str, float] = field(default_factory=dict)
@@ -146,32 +146,12 @@ class Certifier:
 
     def certify_source(self) -> CertifiedLayout:
         """Return the verdict about one process and the program that the model comes from."""
-        from titan.numerics.certify.source import compare_with_source, source_of, words
-
-        source, reason = source_of(self.config)
-        if source is None:
-            return CertifiedLayout(
-                name="source", mesh=_mesh({}), verdict="unknown", reason=reason
-            )
-        row = partial(CertifiedLayout, name=source.package, mesh=_mesh({}))
-        if wrong := source.read_differently(self.config):
-            return row(verdict="differs", reason=wrong)
-        small, left_out = words(changed(self.small, self._keys({}, alone=True)))
-        try:
-            for draw in range(1, _DRAWS + 1):
-                drawn = changed(small, {"debug.seed": self.config.debug.seed + draw - 1})
-                [found] = self.pool.run(1, compare_with_source, drawn)
-                differences = found["differences"]
-                largest = max(differences.values(), default=0.0)
-                if found["reason"] or largest <= _OF_SOURCE or largest > _ROUNDING:
-                    break
-        except RankFailed as error:
-            return row(verdict="failed", reason=error.cause.line)
-        verdict = found["verdict"]
-        if not verdict:
-            verdict = "equal" if largest <= _OF_SOURCE else "differs"
-        reason = "; ".join(filter(None, [found["reason"], left_out]))
-        return row(verdict=verdict, reason=reason, differences=differences, draw=draw)
+        for certify in load_plug_ins("titan.extensions", of="certify"):
+            if row := certify(self):
+                return row
+        return CertifiedLayout(
+            name="source", verdict="unknown", reason="nothing installed has it"
+        )
 
     def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
         """Return the verdict about a layout.
@@ -206,8 +186,8 @@ class Certifier:
             problem = error.problems[0]
             return row(verdict="refused", reason=f"{problem.key}: {problem.message}")
         except RankFailed as error:
-            cause = error.cause
-            return row(verdict="refused" if cause.refuses else "failed", reason=cause.line)
+            verdict = "refused" if error.cause.refuses else "failed"
+            return row(verdict=verdict, reason=error.cause.line)
 
     def _cuts(self, whole: JobConfig, degrees: Degrees) -> tuple[str, str, dict[str, Any]]:
         """Cut the model of a job, with small values at its own depth.
@@ -362,9 +342,8 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     check_target("--output", options.output, is_folder=True)
     certifier, rows = Certifier(config, layout, program), []
     layouts = certifier.layouts(None if "all" in chosen else chosen)
-    jobs = [certifier.certify_source]
-    jobs += [partial(certifier.certify, name, degrees) for name, degrees in layouts.items()]
-    for certify in jobs:
+    each = [partial(certifier.certify, *layout) for layout in layouts.items()]
+    for certify in (certifier.certify_source, *each):
         rows.append(row := certify())
         if options.json != "-":
             print(f"{row.name:12} {row.mesh:28} {row}", flush=True)
@@ -422,13 +401,11 @@ def _certificate(
 
 def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> str:
     """Return a certificate as Markdown."""
-    source, versions = certificate["titan"], {**certificate["titan"], **certificate["versions"]}
-    del versions["version"]
-    first = rows[0]
-    told = f"Compared with {first.name} itself: {first}."
-    if first.verdict == "unknown":
+    versions = certificate["titan"] | certificate["versions"]
+    told = "The first row compares one process with the program that the model comes from."
+    if rows[0].verdict == "unknown":
         told = (
-            f"Not compared with the program that the model comes from ({first.reason}). The rows compare titan with titan: "
+            f"Not compared with the program that the model comes from ({rows[0].reason}). The rows compare titan with titan: "
             "a model that titan reads wrongly would be equal in all of them."
         )
     sizes = [
@@ -438,7 +415,7 @@ def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> st
 
 {told}
 
-`titan certify {shlex.join(certificate["job"])}`: titan {source["version"]}, {", ".join(f"{k} {v}" for k, v in versions.items())}.
+`titan certify {shlex.join(certificate["job"])}`: titan {", ".join(f"{k} {v}" for k, v in versions.items())}.
 
 Ten steps on gloo ranks in fp32, compared with one process: the loss and the gradient norm of each step, each gradient of the first
 step, each weight after the last.

@@ -204,8 +204,3 @@ def _ratio(pair: tuple[float, float]) -> float:
     return (
         math.inf if math.isnan(ratio) else ratio
     )  # max() passes over NaN, which equals nothing
-
-
-def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:
-    """Return the largest relative difference over ranks and over steps or parameters."""
-    return max(ratios(results, reference, what).values(), default=0.0)

@@ -22,7 +22,7 @@ from titan.data.reading import PIECE_CHARS
 from titan.data.shards import write_index
 
 main = command("prepare")
-SCRIPT = Path(__file__).parents[2] / "examples/cluster/prepare.sbatch"
+SCRIPT = Path(__file__).parents[4] / "examples/cluster/prepare.sbatch"
 OPTIONS = ["--tokenizer", "bytes", "--shard-tokens", "5000", "--validation-fraction", "0.1"]
 OPTIONS += ["--workers", "1"]
 
@@ -187,7 +187,7 @@ def test_a_killed_join_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write_index(file, part)  # pyrefly: ignore[bad-argument-type]
 
     with monkeypatch.context() as broken:
-        broken.setattr("titan.tools.prepare_shares.write_index", interrupt)
+        broken.setattr("titan.contrib.prepare_shares.shares.write_index", interrupt)
         assert share(folder, corpus, 1, 2) == 75
     assert [*folder.glob("train-*.bin")] and not (folder / "index.json").exists()
     assert prepare(folder, corpus) == 0

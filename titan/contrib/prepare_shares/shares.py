@@ -74,11 +74,6 @@ class Shares:
     folder: Path
     shard_tokens: int
 
-    @property
-    def are_begun(self) -> bool:
-        """Return whether the folder has shares that are not joined."""
-        return self._path("plan.json").is_file()
-
     def write(self, share: int, shares: int, *, workers: int) -> str | None:
         """Tokenize a share, unless it is done.
 
@@ -98,7 +93,7 @@ class Shares:
             self._index()
             if self._is_complete:
                 return None
-            if not self.are_begun:
+            if not self._path("plan.json").is_file():
                 self._path().mkdir(exist_ok=True)
                 write_index(self._path("plan.json"), part)
         self._read("plan.json", shares)

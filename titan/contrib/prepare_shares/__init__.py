@@ -1,0 +1,1 @@
+"""Shares of `titan prepare`, on many hosts."""

@@ -1,0 +1,313 @@
+"""First row of a certificate: titan on one process against transformers itself. An entry point of `titan.extensions`, certify.NAME.
+
+The other rows compare titan with titan. A model that titan reads wrongly would be wrong in the same way on every layout.
+
+titan's weights are saved as a folder, and transformers loads them into its own class with its own attention and experts. The class is
+built from the words of the job: a folder or a class, and overrides. Of titan's own families it is built from the config.json that titan
+writes. Both compute the same documents: titan packed into sequences, transformers each document alone. Gradients are saved and
+compared as folders are, so that they have transformers' names and shapes.
+
+B batch, S sequence, T = S + 1, V vocabulary
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan.checkpoint import CheckpointError
+from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.state import model_state
+from titan.checks.rules import check_to_run
+from titan.config.errors import ConfigError
+from titan.config.layout import resolve_layout
+from titan.config.schema import JobConfig, LossSection
+from titan.huggingface import hf_folders
+from titan.huggingface.hf_model import hooks_of
+from titan.losses.loss import IGNORED
+from titan.numerics.certify.command import CertifiedLayout, Certifier
+from titan.numerics.certify.ranks import RankFailed
+from titan.numerics.certify.shrink import changed
+from titan.numerics.certify.steps import CPU, LEAST, named_parameters, ratios
+from titan.parallel import build_mesh, initialize
+from titan.step.resolved import resolve_job
+from titan.step.train_step import TrainStep, build_train_step
+
+from .config import TransformersConfig
+from .resolve import _config_json, _import, _their_name
+
+_BOUND = 1e-5  # in fp32, with other orders of sums, as in attention
+_DRAWS, _ROUNDING = (
+    5,
+    0.1,
+)  # a difference between the two may be a token that goes to another expert
+_TERMS = ("sequence_balance", "global_balance", "router_z_loss")
+_NOT_OF_THE_MODEL = ("architectures", "dtype", "transformers_version", "quantization_config")
+
+
+def certify(certifier: Certifier) -> CertifiedLayout | None:
+    """Return the first row of a certificate, or None if transformers does not have the job's kind of model."""
+    config = certifier.config
+    row = partial(CertifiedLayout, name="transformers", mesh="one process")
+    if (reason := _lacks(config)) is not None:
+        return row(verdict="unknown", reason=reason) if reason else None
+    if wrong := _differing_fields(config):
+        return row(verdict="differs", reason=wrong)
+    small, left_out = small_job(certifier)
+    found: dict[str, Any] = {}
+    for draw in range(1, _DRAWS + 1):
+        drawn = changed(small, {"debug.seed": config.debug.seed + draw - 1})
+        try:
+            [found] = certifier.pool.run(1, compare, drawn)
+        except RankFailed as error:
+            return row(verdict="failed", reason=error.cause.line)
+        largest = max(found["differences"].values(), default=0.0)
+        verdict = found["verdict"] or ("equal" if largest <= _BOUND else "differs")
+        if verdict != "differs" or not 0 < largest < _ROUNDING:
+            break
+    reasons = [found["reason"] if verdict != "equal" else "", left_out]
+    return row(
+        verdict=verdict,
+        reason="; ".join(filter(None, reasons)),
+        differences=found["differences"],
+        draw=draw,
+    )
+
+
+def _lacks(config: JobConfig) -> str | None:
+    """Return why transformers has no model of a job that it could have, "" if it has no such kind, and None if it has one."""
+    hooks, sizes = hooks_of(config.model.name), config.model.sizes
+    if isinstance(sizes, TransformersConfig):
+        code = "the model is Python code of its folder" if sizes.source.code else None
+        return code or dict(sizes.refuses).get("last_save_in_hf")
+    reads_text = config.task.name in ("", "next_token") and not hasattr(sizes, "task")
+    return None if hooks is not None and reads_text else ""
+
+
+def _differing_fields(config: JobConfig) -> str:
+    """Return the fields of titan's config that differ from what transformers makes of the same words, or ""."""
+    sizes = config.model.sizes
+    if not isinstance(sizes, TransformersConfig):
+        return ""
+    ours = json.loads(sizes.source.hf)
+    theirs = json.loads(json.dumps(config_of(config).to_dict(), default=str))
+    names = [k for k in theirs if k not in _NOT_OF_THE_MODEL and ours.get(k) != theirs[k]]
+    return "; ".join(f"{k} is {ours.get(k)}, and {theirs[k]} in transformers" for k in names)
+
+
+def config_of(config: JobConfig, folder: Path | None = None) -> Any:
+    """Return the config that transformers makes of the words of a job.
+
+    Args:
+        config: the job.
+        folder: folder with the config.json of a family of titan's own.
+    """
+    transformers, section = _import(), config.model
+    if not isinstance(section.sizes, TransformersConfig):
+        return transformers.AutoConfig.from_pretrained(folder)
+    if section.architecture:
+        kind = getattr(transformers, section.architecture).config_class
+        given: dict[str, Any] = {"architectures": [section.architecture]}
+    else:
+        given = _config_json(Path(section.hf_path))
+        kind = transformers.CONFIG_MAPPING[given["model_type"]]
+    known = kind.from_dict(given)
+    changes = {_their_name(key, known): value for key, value in section.overrides.items()}
+    return kind.from_dict({**given, **changes})
+
+
+def small_job(certifier: Certifier) -> tuple[JobConfig, str]:
+    """Return the small job as transformers computes it, and what is left out.
+
+    It has the cross entropy of the logits alone, in plain modules, and documents that do not see each other.
+    """
+    whole, sizes = certifier.config.model.sizes, certifier.small.model.sizes
+    keys: dict[str, Any] = {
+        **certifier._keys({}, alone=True),
+        "loss": LossSection(chunk_output=False).model_dump(),
+        **{"compile.enable": False, "phase": [], "model.converters": [], "model.freeze": []},
+        **{"training.local_batch_size": 2, "training.global_batch_size": 2},
+    }
+    left_out, overrides = [], {}
+    if not isinstance(sizes, TransformersConfig):
+        if sizes.num_mtp_modules:
+            overrides["num_mtp_modules"] = 0
+            left_out.append("without multi-token prediction")
+        # A model of experts alone has one width in config.json.
+        if sizes.num_experts and whole.ffn_dim == whole.expert_dim:
+            overrides["ffn_dim"] = sizes.expert_dim
+        terms = [f"{term}_coeff" for term in _TERMS if getattr(sizes, f"{term}_coeff", 0.0)]
+        if terms:
+            overrides |= dict.fromkeys(terms, 0.0)
+            left_out.append(f"without {', '.join(terms)}, which transformers does not have")
+        keys["model.overrides"] = overrides
+    flags = ("data.document_mask", "data.reset_positions")
+    small = changed(certifier.small, {**keys, **dict.fromkeys(flags, True)})
+    try:
+        check_to_run(small, world_size=1)
+    except ConfigError as error:
+        small = changed(certifier.small, {**keys, **dict.fromkeys(flags, False)})
+        left_out.append(f"one document a sequence, since {error.problems[0].message}")
+    return small, "; ".join(left_out)
+
+
+# ---- in one process ------------------------------------------------------------------------------
+
+
+def compare(config: JobConfig) -> dict[str, Any]:
+    """Compare a small job with transformers.
+
+    Args:
+        config: the job of `small_job`.
+
+    Returns:
+        The relative differences of logits, losses and gradients; the verdict if they do not decide it, and a reason.
+    """
+    try:
+        differences, reason = _differences(config)
+        return {"verdict": "", "reason": reason, "differences": differences}
+    except CheckpointError as error:
+        return {"verdict": "unknown", "reason": str(error), "differences": {}}
+    except ValueError as error:
+        return {"verdict": "differs", "reason": str(error), "differences": {}}
+
+
+def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
+    """Return the relative differences, and the tensor whose gradient differs most.
+
+    Raises:
+        CheckpointError: the model has no form of transformers.
+        ValueError: transformers' model has other tensors.
+    """
+    layout = resolve_layout(config, dist.get_world_size())
+    job = resolve_job(config, layout, device="cpu")
+    step = build_train_step(job, device=CPU, mesh=build_mesh("cpu", **layout.degrees))
+    [model] = step.model_parts
+    model.eval()  # without dropout
+    initialize(model, seed=config.debug.seed, std_of=_std)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        _save(step, folder / "weights", {})
+        theirs = _load(config, folder / "weights")
+        found = _outputs(step, theirs)
+        gradients = {
+            f"model.{name}": torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in named_parameters(step)
+        }
+        _save(step, folder / "ours", gradients)
+        for parameter in theirs.parameters():
+            zeros = torch.zeros_like(parameter)
+            parameter.data = zeros if parameter.grad is None else parameter.grad
+        theirs.save_pretrained(folder / "theirs")
+        ours, expected = (_tensors(folder / name) for name in ("ours", "theirs"))
+    if lost := sorted(ours.keys() ^ expected.keys()):
+        raise ValueError(f"gradients without a namesake: {', '.join(lost[:3])}")
+    each = ratios([{"gradients": ours}], {"gradients": expected}, "gradients", LEAST)
+    name = max(each, key=lambda name: each[name])
+    return {**found, "gradients": each[name]}, name
+
+
+def _std(name: str) -> float:
+    # Neither ones nor zeros, which would hide a missing norm or bias.
+    return 0.3 if "norm" in name or name.endswith("bias") else 0.08
+
+
+def _save(step: TrainStep, folder: Path, changes: dict[str, Tensor]) -> None:
+    state = {**model_state(step.model_parts), **changes}
+    export = hf_folders.describe(step.config, None)
+    hf_folders.save(folder, state, export, group=CheckpointGroup())
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def _load(config: JobConfig, folder: Path) -> Any:
+    """Return transformers' model with the weights of a folder. Raises ValueError if tensors are missing, left over or of another shape."""
+    transformers, theirs = _import(), config_of(config, folder)
+    theirs._experts_implementation = "eager"
+    name = (theirs.architectures or [""])[0]
+    kind: Any = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+    model, report = kind.from_pretrained(
+        folder,
+        config=theirs,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+    wrong = {what: sorted(map(str, names))[:3] for what, names in report.items() if names}
+    if wrong:
+        raise ValueError("; ".join(f"{k}: {', '.join(v)}" for k, v in wrong.items()))
+    return model.eval()
+
+
+def _batches(step: TrainStep) -> Iterator[Any]:
+    """Yield batches: one long document and several short ones, and one of so few tokens that some experts get none."""
+    task, training = step.task, step.config.training
+    shape = 2, training.seq_len + 1
+    random = np.random.default_rng(step.config.debug.seed)
+    rows_BT = random.integers(2, task.sizes.vocab_size, shape)
+    rows_BT[1, 11::23] = 1  # ends of documents
+    yield task.batch_of_rows(rows_BT)
+    yield task.batch_of_rows(rows_BT[:1, :3])
+
+
+def _outputs(step: TrainStep, theirs: Any) -> dict[str, float]:
+    """Return the differences of logits and losses. Both models then have their gradients."""
+    [model] = step.model_parts
+    away = size = ours_sum = theirs_sum = extra = 0.0
+    for batch in _batches(step):
+        local = step.to_local(batch)
+        logits_BSV = model(local.input, **local.inputs)
+        loss = step.loss_sum(logits_BSV, local.targets)
+        loss.backward()
+        ours_sum += loss.item()
+        for b, place, tokens_S, labels_S in _documents(batch):
+            expected_SV = theirs(input_ids=tokens_S[None], use_cache=False).logits[0]
+            options: Any = {"reduction": "sum", "ignore_index": IGNORED}
+            their_loss = F.cross_entropy(expected_SV.float(), labels_S, **options)
+            their_loss.backward()
+            theirs_sum += their_loss.item()
+            away += (logits_BSV[b, place] - expected_SV).detach().square().sum().item()
+            size += expected_SV.detach().square().sum().item()
+            extra = max(extra, _extra(theirs, tokens_S, expected_SV.detach()))
+    losses = max(abs(ours_sum - theirs_sum) / theirs_sum, extra)
+    return {"logits": math.sqrt(away / size), "losses": losses}
+
+
+@torch.no_grad()
+def _extra(theirs: Any, tokens_S: Tensor, logits_SV: Tensor) -> float:
+    """Return what a class's own loss adds to the cross entropy of its logits, relative to it."""
+    if len(tokens_S) < 2:
+        return 0.0
+    own = theirs(input_ids=tokens_S[None], labels=tokens_S[None], use_cache=False).loss.item()
+    plain = F.cross_entropy(logits_SV[:-1].float(), tokens_S[1:]).item()
+    return abs(own - plain) / plain
+
+
+def _documents(batch: Any) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    """Yield each document of a batch: its sequence, its place there, its tokens and its labels."""
+    ids_BS = batch.document_ids_BS
+    for b, tokens_S in enumerate(batch.tokens_BS):
+        ids_S = torch.zeros_like(tokens_S) if ids_BS is None else ids_BS[b]
+        start = 0
+        for length in ids_S.unique_consecutive(return_counts=True)[1].tolist():
+            place = slice(start, start + length)
+            yield b, place, tokens_S[place], batch.labels_BS[b, place]
+            start += length
