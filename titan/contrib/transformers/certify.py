@@ -33,6 +33,7 @@ from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.layout import resolve_layout
 from titan.config.schema import JobConfig, LossSection
+from titan.config.task import task_module
 from titan.huggingface import hf_folders
 from titan.huggingface.hf_model import hooks_of
 from titan.losses.loss import IGNORED
@@ -91,8 +92,7 @@ def _lacks(config: JobConfig) -> str | None:
     if isinstance(sizes, TransformersConfig):
         code = "the model is Python code of its folder" if sizes.source.code else None
         return code or dict(sizes.refuses).get("last_save_in_hf")
-    reads_text = config.task.name in ("", "next_token") and not hasattr(sizes, "task")
-    return None if hooks is not None and reads_text else ""
+    return None if hooks is not None and task_module(config) is None else ""
 
 
 def _differing_fields(config: JobConfig) -> str:
