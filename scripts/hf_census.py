@@ -31,6 +31,7 @@ warnings.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.hf_branches import branches, verdict  # noqa: E402
 from tests.support.hf_families import LAYOUTS, PROOFS, is_equal, row_of  # noqa: E402
 from tests.support.hf_sizes import SETTINGS, families  # noqa: E402
 from tests.support.ranks import Pool  # noqa: E402
@@ -76,6 +77,17 @@ of {tokens} tokens a GPU, or of the model's maximum if that is less. A sequence 
 | class | parameters (active) | tokens/s | GiB of a GPU | |
 |---|--:|--:|--:|---|
 {speeds}
+
+## Branches
+
+What a class computes depends on fields beside its sizes: kinds of layers, booleans of its config, activations, rotary
+embeddings. Each was changed alone, and one process compared with transformers itself, made of the same words (the first row of
+`titan certify`): logits, losses, each gradient. **{equal} are equal, {declined} are refused, {different} differ, {untold} could not be compared.**
+Only branches that are listed were run.
+
+| class | equal (largest difference) | refused, or not compared | differ |
+|---|---|---|---|
+{branches}
 
 ## Refused
 
@@ -251,10 +263,30 @@ def page(results: dict[str, Any]) -> str:
         "lines": "\n".join(lines),
         "speeds": "\n".join(speeds),
         "reasons": "\n".join(refused),
+        **branch_figures(results),
     }
     for name, value in figures.items():
         text = text.replace("{" + name + "}", str(value))
     return text
+
+
+def branch_figures(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows and counts of the page's table of branches."""
+    lines, counts = [], dict.fromkeys(("equal", "declined", "different", "untold"), 0)
+    for kind, row in sorted(results.items()):
+        cells: dict[str, list[str]] = {what: [] for what in counts}
+        for name, text in row.get("branches", {}).items():
+            word = text.partition(":")[0]
+            words = {"refused": "declined", "DIFFERS": "different"}
+            what = words.get(word, "equal" if is_equal(text) else "untold")
+            counts[what] += 1
+            shown = f"{name} ({text})" if what == "equal" else f"{name}: {_cell(text, 120)}"
+            cells[what].append(shown)
+        if row.get("branches"):
+            parts = cells["equal"], cells["declined"] + cells["untold"], cells["different"]
+            columns = " | ".join("; ".join(part).replace("|", "/") for part in parts)
+            lines.append(f"| `{families().get(kind, kind)}` | {columns} |")
+    return {**counts, "branches": "\n".join(lines)}
 
 
 def _sizes_line(architecture: str, row: dict[str, Any]) -> str:
@@ -303,7 +335,7 @@ def main() -> None:
     parser.add_argument("-v", "--verbose", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--write", type=Path, help="write the page")
-    columns = [*LAYOUTS, *PROOFS, "speed"]
+    columns = [*LAYOUTS, *PROOFS, "speed", "branches"]
     parser.add_argument("--columns", default=",".join(columns), help="default: %(default)s")
     parser.add_argument(
         "--variants", default="0,1,2", help="of the sizes; default: %(default)s"
@@ -354,10 +386,38 @@ def run_class(
         found[variant] = {k: v for k, v in before.items() if k not in stale} | row
         save(results, args.json)
         print(f"{kind:22s} {variant} {row}", file=sys.stderr, flush=True)
+    if "branches" in names and variant == "0":
+        run_branches(pool, kind, found, results, args)
     wanted = "speed" in names and not (args.missing and "speed" in found)
     if wanted and variant == "0" and is_built(found.get("0", {})):
         found["speed"] = speed_of(families()[kind], limit_s=args.limit)
         save(results, args.json)
+
+
+def run_branches(
+    pool: Pool,
+    kind: str,
+    found: dict[str, Any],
+    results: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    """Run the branches of a class through the first row of `titan certify`, and save the results.
+
+    Classes that are refused are tried, too: a branch may be what titan refuses, or what it does not.
+    """
+    architecture, before = families()[kind], found.get("branches", {})
+    try:
+        each = {"as the small config has them": {}, **branches(architecture)}
+    except Exception as error:  # of transformers' classes
+        each = {}
+        before = {"-": f"refused: transformers does not build it: {_cell(str(error))}"}
+    row = {k: v for k, v in before.items() if k in each or k == "-"} if args.missing else {}
+    for name, fields in each.items():
+        if name not in row:
+            row[name] = verdict(architecture, fields, pool)
+            print(f"{kind:22s} {name}: {row[name]}", file=sys.stderr, flush=True)
+    found["branches"] = row or before
+    save(results, args.json)
 
 
 if __name__ == "__main__":
