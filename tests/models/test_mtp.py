@@ -144,8 +144,7 @@ def differences(name: str, chunk_output: bool) -> dict[str, float]:
     row = torch.randint(2048, (2, 25), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens_BS=row[:, :-1], labels_BS=row[:, 1:])
     evaluated, _ = step.evaluate([batch])
-    local = [step.to_local(batch)]
-    [loss] = step._forward_backward(local, torch.tensor(1.0), is_last=True)
+    loss = step._forward_backward(step.to_local(batch), torch.tensor(1.0), is_last=True)
     gradients = {key: p.grad for key, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None

@@ -337,7 +337,7 @@ def wrong_softmax_in_ring() -> None:
 def wiped_between_microbatches() -> None:
     run = TrainStep._forward_backward
 
-    def wipe_first(self: TrainStep, *args: Any, **options: Any) -> list[Tensor]:
+    def wipe_first(self: TrainStep, *args: Any, **options: Any) -> Tensor:
         for parameter in self.parameters:
             parameter.grad = None
         return run(self, *args, **options)
@@ -386,11 +386,10 @@ def replicas_twice() -> None:
 def mean_of_each_microbatch() -> None:
     run = TrainStep._forward_backward
 
-    def mean(self: TrainStep, batches: Any, divisor: Tensor, **options: Any) -> list[Tensor]:
+    def mean(self: TrainStep, batch: Any, divisor: Tensor, **options: Any) -> Tensor:
         training = self.config.training
         count = training.global_batch_size // training.local_batch_size
-        (batch,) = batches
-        return run(self, batches, batch.num_valid * count, **options)
+        return run(self, batch, batch.num_valid * count, **options)
 
     TrainStep._forward_backward = mean
 

@@ -61,12 +61,12 @@ def test_one_process_is_transformers(name: str) -> None:
 
 
 def ignored_window() -> None:
-    begin = InnerAttention.__init__
+    begin: Any = InnerAttention.__init__
     InnerAttention.__init__ = lambda self, **how: begin(self, **{**how, "window": 0})
 
 
 def wrong_scale() -> None:
-    begin = InnerAttention.__init__
+    begin: Any = InnerAttention.__init__
     InnerAttention.__init__ = lambda self, **how: begin(
         self, **{**how, "scale": 1.001 * (how.get("scale") or 0.25)}
     )

@@ -6,7 +6,7 @@
 
 It may be interrupted in any way, and the same command continues. The result depends neither on
 interruptions nor on the number of workers and shares. titan/data/writer.py does the work of one process. An entry point
-prepare.NAME of `titan.extensions` is a class that does that of a share (titan/contrib/prepare_shares).
+prepare.NAME of `titan.extensions` is a class that does that of a share.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _prepare(arguments: Namespace) -> str:
     )
     workers = arguments.workers or usable_cores()
     if share or (folder / "parts").is_dir():
-        missing = "this titan was installed without titan/contrib/prepare_shares"
+        missing = "no installed part divides a preparation into shares"
         kind = load_part("prepare", key="--share", missing=missing)
         shares = kind(documents, spec, folder, arguments.shard_tokens)
         if share and (left := shares.write(*share, workers=workers)):

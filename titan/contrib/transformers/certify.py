@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from titan.numerics.certify.steps import CPU, LEAST, named_parameters, ratios
 from titan.parallel import build_mesh, initialize
 from titan.step.resolved import resolve_job
 from titan.step.train_step import TrainStep, build_train_step
+from titan.tasks.next_token import NextToken
 
 from .config import TransformersConfig
 from .resolve import _config_json, _import, _their_name
@@ -67,6 +68,7 @@ def certify(certifier: Certifier) -> CertifiedLayout | None:
         return row(verdict="differs", reason=wrong)
     small, left_out = small_job(certifier)
     found: dict[str, Any] = {}
+    verdict = ""
     for draw in range(1, _DRAWS + 1):
         drawn = changed(small, {"debug.seed": config.debug.seed + draw - 1})
         try:
@@ -259,7 +261,7 @@ def _load(config: JobConfig, folder: Path) -> Any:
 
 def _batches(step: TrainStep) -> Iterator[Any]:
     """Yield batches: one long document and several short ones, and one of so few tokens that some experts get none."""
-    task, training = step.task, step.config.training
+    task, training = cast("NextToken", step.task), step.config.training
     shape = 2, training.seq_len + 1
     random = np.random.default_rng(step.config.debug.seed)
     rows_BT = random.integers(2, task.sizes.vocab_size, shape)
