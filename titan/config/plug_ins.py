@@ -20,6 +20,8 @@ same, and no other part of titan imports them:
                        or None. chat.NAME = a module that
                        reads conversations. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = a
                        module whose functions are behind `titan check --hf` (main) and `titan init --hf` (job_of). estimate.NAME = a function that estimates the memory of a job.
+                       certify.NAME = a function of the `Certifier` that returns the first row of a certificate, or None. prepare.NAME
+                       = a class that prepares and joins shares of a text.
                        measured.NAME = a function that reads the parts of a step from a run's trace. python.NAME = a function
                        titan.sim.NAME
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
