@@ -1,4 +1,4 @@
-"""What transformers hands to titan's functions, and what it makes of a job's words: known, or refused; never left out."""
+"""Arguments that transformers passes to titan's functions, and configs that it makes of a job's words: known or refused, never ignored."""
 
 from __future__ import annotations
 

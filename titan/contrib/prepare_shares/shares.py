@@ -152,7 +152,7 @@ class Shares:
         if shares not in (None, part.shares):
             raise DataError(
                 f"'{self._path(name)}' is of {part.shares} shares, not {shares}; delete {self._path()} to divide the text "
-                "anew"
+                "again"
             )
         return part
 

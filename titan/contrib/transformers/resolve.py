@@ -147,7 +147,7 @@ def _changed(config: Any, given: Fields, overrides: Fields) -> Any:
     try:
         config = kind.from_dict(content)
     except Exception:
-        # A class may have a default for each layer of its own depth.
+        # A class may have a default for each layer of its default depth.
         config = _checked(lambda: kind.from_dict({**cut, **content}))
     _require_effect(config, changes, "the config of {} derives this field from others, as {}")
     return config

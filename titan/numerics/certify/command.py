@@ -402,9 +402,9 @@ def _certificate(
 def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> str:
     """Return a certificate as Markdown."""
     versions = certificate["titan"] | certificate["versions"]
-    told = "The first row compares one process with the program that the model comes from."
+    note = "The first row compares one process with the program that the model comes from."
     if rows[0].verdict == "unknown":
-        told = (
+        note = (
             f"Not compared with the program that the model comes from ({rows[0].reason}). The rows compare titan with titan: "
             "a model that titan reads wrongly would be equal in all of them."
         )
@@ -413,7 +413,7 @@ def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> st
     ]
     return f"""# Certificate of {certificate["model"]}
 
-{told}
+{note}
 
 `titan certify {shlex.join(certificate["job"])}`: titan {", ".join(f"{k} {v}" for k, v in versions.items())}.
 
