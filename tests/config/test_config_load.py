@@ -253,14 +253,14 @@ def test_resolved_toml_loads_to_an_equal_config(
 def test_keys_of_another_titan_in_the_config_of_a_run(tmp_path: Path) -> None:
     """A run's own config has every key of the titan that wrote it. What this one lacks is named; in a job it is an error."""
     job = tmp_path / "config.toml"
-    job.write_text("[training]\nsteps = 7\nspeed = 1\n\n[kennel]\ndogs = 2\n")
-    with pytest.raises(ConfigError, match=r"training\.speed: unknown key"):
+    job.write_text("[training]\nsteps = 7\nstepz = 1\n\n[kennel]\ndogs = 2\n")
+    with pytest.raises(ConfigError, match=r"training\.stepz: unknown key"):
         load_config(job)
     (tmp_path / "environment.json").write_text("{}")
     config = load_config(job)
     assert config.training.steps == 7
     [warning] = config.source_map.warnings
-    assert warning.endswith("no such keys, so they are not read: training.speed, kennel")
+    assert warning.endswith("no such keys, so they are not read: training.stepz, kennel")
     # Mistakes in keys that it has, and in what is laid over it, are mistakes.
     job.write_text("[training]\nsteps = 'seven'\n")
     with pytest.raises(ConfigError, match=r"training\.steps: expected a whole number"):

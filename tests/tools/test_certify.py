@@ -362,7 +362,7 @@ def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "dp_shard 2 x tp 2" in capsys.readouterr().out
     page = (tmp_path / "new/tiny.certificate.md").read_text()
     written = json.loads((tmp_path / "new/tiny.certificate.json").read_text())
-    [row] = written["rows"]  # the job's own layout alone
+    [_, row] = written["rows"]  # after transformers, the job's own layout alone
     assert row["name"] == "job" and row["verdict"] == "equal"
     assert f"| job | dp_shard 2 x tp 2 | {CertifiedLayout(**row)} |" in page
     assert written["versions"].keys() >= {"python", "torch"} and "commit" in written["titan"]

@@ -17,6 +17,7 @@ from tests.support.jobs import job
 from titan.cli import main as titan
 from titan.config.layout import resolve_layout
 from titan.contrib.transformers import certify as source
+from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
 from titan.numerics.certify.command import LAYOUTS, CertifiedLayout, Certifier
 from titan.numerics.certify.steps import train_job
@@ -44,6 +45,7 @@ JOBS = {
     "DeepSeek-V3": lambda: ours("deepseek_v3"),
     "Mixtral": lambda: theirs("mixtral"),
     "a window": lambda: theirs("mistral", sliding_window=8),
+    "a table in part": lambda: theirs("gpt_oss", rope_parameters={"rope_theta": 500.0}),
     "a hybrid": lambda: theirs("qwen3_next"),
 }
 
@@ -82,9 +84,15 @@ def loss_of_the_token_itself() -> None:
     train_step.TrainStep.to_local = shifted
 
 
+def opposite_bias() -> None:
+    choose = moe.Router.choose
+    moe.Router.choose = lambda self, scores, bias, *rest: choose(self, scores, -bias, *rest)
+
+
 FAULTS: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
     "scale of attention": (wrong_scale, lambda: theirs("mistral")),
     "a window that is ignored": (ignored_window, lambda: theirs("mistral", sliding_window=8)),
+    "bias of the router": (opposite_bias, lambda: ours("deepseek_v3")),
     "targets": (loss_of_the_token_itself, lambda: ours("llama3")),
 }
 

@@ -111,8 +111,9 @@ def load_config(
     for extension in extensions:
         with collect_problems(problems):
             source_map.warnings += extension.complete(merged, source_map.locations)
-    config, mistakes = _validate(merged, source_map)
-    if of_run or _is_in_run_folder(Path(job)):
+    of_run = of_run or _is_in_run_folder(Path(job))
+    config, mistakes = _validate(merged, source_map, of_run=of_run)
+    if of_run:
         unread = [m for m in mistakes if m.file == str(job) and not _has_key(m.key)]
         mistakes = [m for m in mistakes if m not in unread]
         if unread:
@@ -159,7 +160,9 @@ def _is_within(key: str, table: str) -> bool:
     return key == table or key.startswith((f"{table}.", f"{table}["))
 
 
-def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, list[Problem]]:
+def _validate(
+    data: dict[str, Any], source_map: SourceMap, *, of_run: bool
+) -> tuple[JobConfig, list[Problem]]:
     """Return the config and its mistakes. A wrong setting becomes unknown, so that no rule depends on it."""
     mistakes: dict[KeyPath, Problem] = {}
     unknown: list[KeyPath] = []
@@ -167,8 +170,9 @@ def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, l
         config = JobConfig.model_validate(data)
     except ValidationError as error:
         mistakes = explain(error, data=data, source_map=source_map)
-        # A misspelt key leaves the value of the key that was meant unknown.
-        unknown += [_whole(likely_key(path, data=data)) for path in mistakes]
+        # A misspelt key leaves the value of the key that was meant unknown. A run misspells none.
+        wrong = [path for path in mistakes if not of_run or field_at(path) is not None]
+        unknown += [_whole(likely_key(path, data=data)) for path in wrong]
         # Validate the rest again, to get a config that rules can check.
         for path in mistakes:
             _remove(data, _whole(path))

@@ -168,7 +168,7 @@ def _prepare(arguments: Namespace) -> str:
         template=template,
     )
     workers = arguments.workers or usable_cores()
-    if share or (folder / "parts").is_dir():
+    if share or (folder / "parts/plan.json").is_file():
         missing = "no installed part divides a preparation into shares"
         kind = load_part("prepare", key="--share", missing=missing)
         shares = kind(documents, spec, folder, arguments.shard_tokens)

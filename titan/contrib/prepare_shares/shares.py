@@ -16,6 +16,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -112,8 +113,10 @@ class Shares:
         """
         with exclusive(self.folder):
             index = self._index()
+            if not self._path("plan.json").is_file():
+                return index  # another share has joined them
+            shares = self._read("plan.json").shares
             if not self._is_complete:
-                shares = self._read("plan.json").shares
                 if left := self._left(shares):
                     raise DataError(
                         f"'{self.folder}' lacks shares {_listed(left)} of {shares}: run the command with --share {left[0]} "
@@ -122,7 +125,12 @@ class Shares:
                 # What a command without shares left has the same bytes, and is written again.
                 (self.folder / PROGRESS).unlink(missing_ok=True)
                 index = self._join(self._index(), shares)
-            shutil.rmtree(self._path(), ignore_errors=True)
+            # Only what shares wrote.
+            for share in range(1, shares + 1):
+                shutil.rmtree(self._path(f"{share}"), ignore_errors=True)
+            self._path("plan.json").unlink()
+            with suppress(OSError):
+                self._path().rmdir()
         return index
 
     @property

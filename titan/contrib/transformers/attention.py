@@ -166,6 +166,9 @@ def _record(
         raise UnsupportedModelError(
             f"{name} has attention dropout: set it to 0 in model.overrides"
         )
+    if q_BHSK.shape[1] % k_BGSK.shape[1]:
+        heads = f"{q_BHSK.shape[1]} query heads, and {k_BGSK.shape[1]} for keys and values"
+        raise UnsupportedModelError(f"{name} has {heads}, which do not divide them")
     if id(module) in _probe.calls:
         raise UnsupportedModelError(f"{name} attends twice in a forward pass")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -47,7 +47,7 @@ from titan.step.train_step import TrainStep, build_train_step
 from titan.tasks.next_token import NextToken
 
 from .config import TransformersConfig
-from .resolve import _config_json, _import, _their_name
+from .resolve import _config_json, _import, _merged, _their_name
 
 _BOUND = 1e-5  # in fp32, with other orders of sums, as in attention
 _DRAWS, _ROUNDING = (
@@ -126,7 +126,9 @@ def config_of(config: JobConfig, folder: Path | None = None) -> Any:
         kind = transformers.CONFIG_MAPPING[given["model_type"]]
     known = kind.from_dict(given)
     changes = {_their_name(key, known): value for key, value in section.overrides.items()}
-    return kind.from_dict({**given, **changes})
+    # A table changes the keys that it names (docs/huggingface.md).
+    whole = _merged(known.to_dict(), changes, known)
+    return kind.from_dict({**given, **{key: whole[key] for key in changes}})
 
 
 def small_job(certifier: Certifier) -> tuple[JobConfig, str]:
@@ -198,6 +200,7 @@ def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
     [model] = step.model_parts
     model.eval()  # without dropout
     initialize(model, seed=config.debug.seed, std_of=_std)
+    _draw_biases(step)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         _save(step, folder / "weights", {})
@@ -223,6 +226,14 @@ def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
 def _std(name: str) -> float:
     # Neither ones nor zeros, which would hide a missing norm or bias.
     return 0.3 if "norm" in name or name.endswith("bias") else 0.08
+
+
+def _draw_biases(step: TrainStep) -> None:
+    """Fill the buffers on disk that begin with zeros: biases of routers, which choose experts."""
+    off_disk = hf_folders.describe(step.config, None).model.off_disk
+    for name, buffer in step.model_parts[0].named_buffers():
+        if name.endswith("bias") and name not in off_disk:
+            buffer.normal_(std=0.1, generator=torch.Generator().manual_seed(len(buffer)))
 
 
 def _save(step: TrainStep, folder: Path, changes: dict[str, Tensor]) -> None:

@@ -52,7 +52,6 @@ COLUMNS = (
     "unix_s",
     "eta_s",
     "expert_imbalance",
-    "predicted/step_s",
     "drift/ratio",
 )
 MAX_EVENTS = 500

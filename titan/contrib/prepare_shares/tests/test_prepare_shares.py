@@ -283,3 +283,14 @@ def test_text_that_is_a_stream(
     monkeypatch.setattr("titan.tools.prepare.open_documents", lambda _: stream)
     assert share(tmp_path / "out", corpus, 1, 2) == 2
     assert "c4 (en) is read as one stream, which has no shares" in capsys.readouterr().err
+
+
+def test_files_of_others_in_the_folder_of_parts_stay(tmp_path: Path) -> None:
+    (corpus := tmp_path / "corpus").mkdir()
+    jsonl(corpus)
+    for name, options in (("one", []), ("shares", ["--share", "1", "1"])):
+        (parts := tmp_path / name / "parts").mkdir(parents=True)
+        (parts / "notes.txt").write_text("mine")
+        for _ in range(2):
+            assert prepare(tmp_path / name, corpus, *options) == 0
+        assert [file.name for file in parts.iterdir()] == ["notes.txt"]
