@@ -125,7 +125,7 @@ def test_an_indexer_is_refused_by_the_same_rule(kind: str) -> None:
 def test_more_heads_for_keys_than_for_queries_are_refused() -> None:
     small = overrides_of("MiMoV2FlashForCausalLM")
     with pytest.raises(UnsupportedModelError, match="4 query heads, and 8 for keys and values"):
-        describe(words("MiMoV2FlashForCausalLM", **{**small, "num_attention_heads": 4}))
+        describe(words("MiMoV2FlashForCausalLM", **{**small, "num_key_value_heads": 4}))
 
 
 @pytest.fixture

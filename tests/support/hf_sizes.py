@@ -107,9 +107,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "vaultgemma": {"attn_logit_softcapping": None},
     "nemotron": {"num_key_value_heads": 2},
     "dots1": {"n_shared_experts": 1},
-    "mimo_v2_flash": {
-        "num_attention_heads": 8
-    },  # layers with a window have 8 for keys and values
 }
 # Fields of variants 1 and 2. Each variant takes another of the values.
 HEADS = ((8, 1), (8, 2), (8, 4), (8, 8), (4, 1), (4, 4))

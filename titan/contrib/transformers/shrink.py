@@ -35,7 +35,9 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     """
     content = json.loads(sizes.source.hf)
     ratio = min(sizes.n_heads // max(1, sizes.n_kv_heads), 8)
-    groups = min(sizes.n_kv_heads, 4 if ratio == 1 else 2)
+    # Some classes give other layers a multiple of what the field says.
+    fields = [content[key] for key in NAMES["n_kv_heads"] if content.get(key)]
+    groups = min(sizes.n_kv_heads, 4 if ratio == 1 else 2, *fields)
     wanted = {
         name: min(limit, getattr(sizes, name, limit) or limit)
         for name, limit in _LIMITS.items()
