@@ -2,22 +2,32 @@
 
     python scripts/planted.py             all of them; prints a table
     python scripts/planted.py clipping    those whose names hold a word
+    python scripts/planted.py promises STATE.json [--minutes N] [ROW ...]
+                                          the mutants of tests/promises.toml, as far as STATE.json does not know them: is a test of the row red?
 
 Each fault replaces one text of one file by another. A fault whose text is no longer there is an error.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PROJECT))
+
+from tests.support.lanes import cost_of, read_costs, read_promises  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,12 @@ def copy_with(fault: Fault, folder: Path) -> None:
     (folder / fault.file).write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return the variables with which an editable install finds the modules of a copy first, since it comes last on the path."""
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": tools, "PYTHONPATH": str(folder), "TITAN_PARITY_STEPS": "3"}
+
+
 def lane() -> list[str]:
     """Return the ids of the default lane's tests, as the commit draws them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
@@ -159,8 +175,7 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
     """Return those of some tests that fail with the fault, no more than the first ten. Parity rows train three steps."""
     with tempfile.TemporaryDirectory() as name:
         copy_with(fault, Path(name))
-        # An editable install finds the copy's modules first, since it comes last on the path.
-        environment = {**os.environ, "PYTHONPATH": name, "TITAN_PARITY_STEPS": "3"}
+        environment = environment_of(Path(name))
         pytest = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--maxfail", "10"]
         command = [sys.executable, *pytest, "--lane", "full", "-p", "no:cacheprovider"]
         command += [test for test in tests if test.startswith(fault.tests)]
@@ -172,6 +187,123 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
     return re.findall(
         r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - |$)", run.stdout, re.MULTILINE
     )
+
+
+# ---- the mutants of tests/promises.toml ------------------------------------------------------------
+
+LEFT = 75  # exit code of scripts/pieces.py, too
+LIMIT_S = 900  # of a function of tests
+MARKS = ("not gpu and not slow", "slow and not gpu")
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+
+def run_in(folder: Path, command: list[str] | str) -> subprocess.CompletedProcess[str]:
+    """Run a program, or a line of the shell, in a checkout or its copy."""
+    options: dict[str, Any] = {"env": environment_of(folder), "capture_output": True}
+    options |= {"shell": isinstance(command, str), "timeout": LIMIT_S}
+    return subprocess.run(command, cwd=folder, text=True, **options)
+
+
+def judge_test(test: str, marks: str, folder: Path) -> tuple[str, str]:
+    """Run a function of tests, or a row of one, until one fails.
+
+    Returns:
+        "red" and the test that failed; "green"; "none" if nothing ran; or "error" and what pytest said.
+    """
+    try:
+        run = run_in(folder, [*PYTEST, "-x", "-m", marks, test])
+    except subprocess.TimeoutExpired:
+        return "error", f"no end within {LIMIT_S} s"
+    said = run.stdout
+    failed = re.search(r"^FAILED (t.*?\.py::.*?)(?: - .*)?$", said, re.MULTILINE)
+    # A test that waits for ever shows a fault of the mutant, and not which.
+    if run.returncode == 1 and failed and "Failed: Timeout" not in said:
+        return "red", failed[1]
+    if run.returncode in (0, 5):
+        return ("green" if " passed" in said else "none"), ""
+    return "error", said[-1000:]
+
+
+def judge_command(row: dict[str, Any], folder: Path) -> tuple[str, str]:
+    """Run the command of a promise. It is red if it does not print what it should."""
+    run = run_in(folder, row["command"])
+    if "Traceback" in run.stderr:
+        return "error", run.stderr[-1000:]
+    is_right = run.returncode == 0 and row["prints"] in run.stdout
+    return ("green" if is_right else "red"), row["command"]
+
+
+def judge(row: dict[str, Any], costs: dict[str, float]) -> dict[str, Any]:
+    """Look for a test, or else the command, of a promise that its mutant turns red. Cheap tests come first."""
+    mutant, name = row["mutant"], f"promise {row['number']}"
+    fault = Fault(name, "", mutant["file"], mutant["before"], mutant["after"], ())
+    tests = sorted(row.get("tests", ()), key=lambda test: cost_of(test, costs))
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as copy:
+        folder = Path(copy)
+        copy_with(fault, folder)
+        judges = [(test, partial(judge_test, test, m, folder)) for m in MARKS for test in tests]
+        if "command" in row:
+            judges.append((row["command"], partial(judge_command, row, folder)))
+        for what, judge_one in judges:
+            result, text = judge_one()
+            if result == "red":
+                return {"result": "red", "by": text, "said": said}
+            if result != "none":
+                said.append(f"{what}: {result} {text}")
+    errors = any(": error" in line for line in said)
+    return {"result": "error" if errors else "green", "by": "", "said": said}
+
+
+def without_mutants(state: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    """Run what mutants have turned red as it is, in one go. What does not pass proves nothing: its row becomes an error."""
+    new = [key for key in rows if state.get(key, {}).get("result") == "red"]
+    tests = [state[key]["by"] for key in new if "::" in state[key]["by"]]
+    said = run_in(PROJECT, [*PYTEST, "-rp", "-m", "not gpu", *tests]).stdout if tests else ""
+    passed = set(re.findall(r"^PASSED (t.*)$", said, re.MULTILINE))
+    for key in new:
+        by = state[key]["by"]
+        is_right = by in passed or (
+            by not in tests and judge_command(rows[key], PROJECT)[0] == "green"
+        )
+        state[key]["result"] = "red, and green without" if is_right else "error"
+
+
+def judge_promises(words: list[str]) -> int:
+    """Judge the mutants that the state does not know. Return 0 if each is red, 75 if some rows are left."""
+    parser = argparse.ArgumentParser(prog="planted.py promises")
+    parser.add_argument("state", type=Path)
+    parser.add_argument("rows", type=int, nargs="*", metavar="ROW")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no row after these")
+    args = parser.parse_args(words)
+    state = json.loads(args.state.read_text()) if args.state.exists() else {}
+    rows = {str(row["number"]): row for row in read_promises()["promise"] if "mutant" in row}
+    if args.rows:
+        rows = {key: row for key, row in rows.items() if int(key) in args.rows}
+    end, left, costs = time.monotonic() + 60 * args.minutes, [], read_costs()
+    for key, row in rows.items():
+        about = [row["mutant"], row.get("tests"), row.get("command")]
+        if state.get(key, {}).get("about") == about:
+            continue
+        if time.monotonic() > end:
+            left.append(key)
+            continue
+        start = time.monotonic()
+        found = judge(row, costs)
+        state[key] = {"about": about, "seconds": round(time.monotonic() - start), **found}
+        args.state.write_text(json.dumps(state, indent=1) + "\n")
+        print(key, found["result"], state[key]["seconds"], "s", found["by"], flush=True)
+    without_mutants(state, rows)
+    args.state.write_text(json.dumps(state, indent=1) + "\n")
+    others = {
+        key: state[key] for key in rows if key not in left and "," not in state[key]["result"]
+    }
+    for key, found in others.items():
+        print(f"row {key}: {found['result']}", *found["said"], sep="\n    ")
+    print(
+        f"{len(rows) - len(left) - len(others)} mutants are found, {len(others)} not; left: {left}"
+    )
+    return LEFT if left else len(others)
 
 
 def main(words: list[str]) -> int:
@@ -193,4 +325,6 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["promises"]:
+        sys.exit(judge_promises(sys.argv[2:]))
     sys.exit(main(sys.argv[1:]))
