@@ -149,7 +149,7 @@ def copy_with(fault: Fault, folder: Path) -> None:
     listed = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
     for name in filter(None, listed.stdout.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(PROJECT / name, folder / name)
+        shutil.copy2(PROJECT / name, folder / name)
     text = (folder / fault.file).read_text(encoding="utf-8")
     if text.count(fault.right) != 1:
         raise ValueError(
@@ -233,24 +233,25 @@ def judge_command(row: dict[str, Any], folder: Path) -> tuple[str, str]:
     return ("green" if is_right else "red"), row["command"]
 
 
-def judge(row: dict[str, Any], costs: dict[str, float]) -> dict[str, Any]:
-    """Look for a test, or else the command, of a promise that its mutant turns red. Cheap tests come first."""
+def judge(row: dict[str, Any], costs: dict[str, float], folder: Path) -> dict[str, Any]:
+    """Look for a test, or else the command, of a promise that its mutant turns red. Cheap tests come first.
+
+    The copy in `folder` is made again for each mutant. Files that did not change keep their times, and so their compiled code.
+    """
     mutant, name = row["mutant"], f"promise {row['number']}"
     fault = Fault(name, "", mutant["file"], mutant["before"], mutant["after"], ())
     tests = sorted(row.get("tests", ()), key=lambda test: cost_of(test, costs))
     said: list[str] = []
-    with tempfile.TemporaryDirectory() as copy:
-        folder = Path(copy)
-        copy_with(fault, folder)
-        judges = [(test, partial(judge_test, test, m, folder)) for m in MARKS for test in tests]
-        if "command" in row:
-            judges.append((row["command"], partial(judge_command, row, folder)))
-        for what, judge_one in judges:
-            result, text = judge_one()
-            if result == "red":
-                return {"result": "red", "by": text, "said": said}
-            if result != "none":
-                said.append(f"{what}: {result} {text}")
+    copy_with(fault, folder)
+    judges = [(test, partial(judge_test, test, m, folder)) for m in MARKS for test in tests]
+    if "command" in row:
+        judges.append((row["command"], partial(judge_command, row, folder)))
+    for what, judge_one in judges:
+        result, text = judge_one()
+        if result == "red":
+            return {"result": "red", "by": text, "said": said}
+        if result != "none":
+            said.append(f"{what}: {result} {text}")
     errors = any(": error" in line for line in said)
     return {"result": "error" if errors else "green", "by": "", "said": said}
 
@@ -279,20 +280,21 @@ def judge_promises(words: list[str]) -> int:
     state = json.loads(args.state.read_text()) if args.state.exists() else {}
     rows = {str(row["number"]): row for row in read_promises()["promise"] if "mutant" in row}
     if args.rows:
-        rows = {key: row for key, row in rows.items() if int(key) in args.rows}
+        rows = {f"{number}": rows[f"{number}"] for number in args.rows}
     end, left, costs = time.monotonic() + 60 * args.minutes, [], read_costs()
-    for key, row in rows.items():
-        about = [row["mutant"], row.get("tests"), row.get("command")]
-        if state.get(key, {}).get("about") == about:
-            continue
-        if time.monotonic() > end:
-            left.append(key)
-            continue
-        start = time.monotonic()
-        found = judge(row, costs)
-        state[key] = {"about": about, "seconds": round(time.monotonic() - start), **found}
-        args.state.write_text(json.dumps(state, indent=1) + "\n")
-        print(key, found["result"], state[key]["seconds"], "s", found["by"], flush=True)
+    with tempfile.TemporaryDirectory() as copy:
+        for key, row in rows.items():
+            about = [row["mutant"], row.get("tests"), row.get("command")]
+            if state.get(key, {}).get("about") == about:
+                continue
+            if time.monotonic() > end:
+                left.append(key)
+                continue
+            start = time.monotonic()
+            found = judge(row, costs, Path(copy))
+            state[key] = {"about": about, "seconds": round(time.monotonic() - start), **found}
+            args.state.write_text(json.dumps(state, indent=1) + "\n")
+            print(key, found["result"], state[key]["seconds"], "s", found["by"], flush=True)
     without_mutants(state, rows)
     args.state.write_text(json.dumps(state, indent=1) + "\n")
     others = {
