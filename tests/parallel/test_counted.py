@@ -127,11 +127,11 @@ def peak_mib(function: Any) -> int:
 
 def memory_of_a_start(folder: Path) -> tuple[float, int, int]:
     """Return the MiB of the whole model, and those that a rank takes to build and initialize its shards, and to load them."""
-    sizes = {"n_layers": 8, "dim": 1024, "ffn_dim": 2048, "n_heads": 16, "n_kv_heads": 16}
+    sizes = {"n_layers": 12, "dim": 512, "ffn_dim": 1024, "n_heads": 8, "n_kv_heads": 8}
     sections: dict[str, Any] = {"model": {"flavor": "tiny", "overrides": sizes}}
-    build("", {"dp_shard": 4})  # what the first model of a process takes
+    build("", FSDP)  # what the first model of a process takes
     built: list[Any] = []
-    started = peak_mib(lambda: built.append(build("", {"dp_shard": 4}, **sections)))
+    started = peak_mib(lambda: built.append(build("", FSDP, **sections)))
     (train_step,) = built
     whole = sum(p.numel() for p in train_step.parameters) * 4 / 2**20
     state = checkpoints.model_state(train_step.model_parts)
@@ -143,8 +143,8 @@ def memory_of_a_start(folder: Path) -> tuple[float, int, int]:
 
 
 def test_no_rank_holds_the_whole_model(pool: Pool, tmp_path: Path) -> None:
-    """Four ranks have a quarter each, and beside it one parameter at a time of at most 8 MiB."""
-    for whole, started, loaded in pool.run(4, memory_of_a_start, tmp_path):
-        # Measured 336, 160 and 1.
-        assert whole > 300 and started > whole / 4
-        assert max(started, loaded) < 0.7 * whole
+    """Two ranks have a half each, and beside it one parameter at a time."""
+    for whole, started, loaded in pool.run(2, memory_of_a_start, tmp_path):
+        # Measured 128, 90 and 6; with the whole model, 128 more.
+        assert whole > 100 and started > whole / 2
+        assert max(started, loaded) < 0.9 * whole

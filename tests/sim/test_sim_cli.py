@@ -357,7 +357,6 @@ def test_thousands_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     # The allocator rounds to 512 bytes.
     least = sum(-(-size // 512) * 512 for size in rows) + rotations
     held = many["memory"]["by_category_gib"]["parameters"] * 2**30
-    print(least, held, many["layout"], many["comm"]["by_axis"])
     assert held == least
 
 

@@ -143,9 +143,8 @@ def git(*arguments: str) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--promises"):
-        config.option.markexpr = (
-            ""  # slow tests too; _keep_promised leaves out those that need a GPU
-        )
+        # Slow tests too. _keep_promised leaves out those that need a GPU.
+        config.option.markexpr = ""
     if _lane(config) == "default":
         os.environ.setdefault("TITAN_PARITY_STEPS", "3")
 
@@ -198,7 +197,7 @@ def pytest_collection_modifyitems(
     left: list[pytest.Item] = []
     dear: dict[str, float] = {}
     costs = read_costs() if lane == "default" else {}
-    promised = {*promised_tests()}
+    promised, of_promises = {*promised_tests()}, 0.0
     for item in items:
         # A test that -m names runs in every lane.
         named = any(item.get_closest_marker(marker) for marker in ("slow", "gpu"))
@@ -207,8 +206,9 @@ def pytest_collection_modifyitems(
         cost = cost_of(item.nodeid, costs)
         if runs_in == "drawn":
             runs_in = "full" if cost > DEAR else "default"
-            always = cost <= LITTLE and is_promised(item.nodeid, promised)
-            always = always or named or item.nodeid.startswith(touched)
+            is_proof = cost <= LITTLE and is_promised(item.nodeid, promised)
+            of_promises += cost * is_proof
+            always = is_proof or named or item.nodeid.startswith(touched)
             if cost and cost <= DEAR and not always:
                 dear[item.nodeid] = cost
         if named or runs_in in runs or item.nodeid.startswith(touched):
@@ -219,6 +219,7 @@ def pytest_collection_modifyitems(
     if dear:
         seed = config.getoption("--draw") or git("rev-parse", "--short", "HEAD")
         settings = {name: table["draw"][name] for name in ("budget", "techniques")}
+        settings["budget"] -= of_promises
         drawn = draw(dear, seed=seed, **settings)
         for item in kept:
             if item.nodeid in dear and item.nodeid not in drawn:
