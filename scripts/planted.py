@@ -3,7 +3,8 @@
     python scripts/planted.py             all of them; prints a table
     python scripts/planted.py clipping    those whose names hold a word
     python scripts/planted.py promises STATE.json [--minutes N] [ROW ...]
-                                          the mutants of tests/promises.toml, as far as STATE.json does not know them: is a test of the row red?
+                                          the mutants of tests/promises.toml that STATE.json does not know: a test of the row must be red with
+                                          the mutant, and green without it
 
 Each fault replaces one text of one file by another. A fault whose text is no longer there is an error.
 """
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +160,8 @@ def copy_with(fault: Fault, folder: Path) -> None:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Return the variables with which an editable install finds the modules of a copy first, since it comes last on the path."""
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": tools, "PYTHONPATH": str(folder), "TITAN_PARITY_STEPS": "3"}
+    """Return the variables with which a copy's modules are found first: an editable install comes last on the path."""
+    return {**os.environ, "PYTHONPATH": str(folder), "TITAN_PARITY_STEPS": "3"}
 
 
 def lane() -> list[str]:
@@ -193,15 +193,24 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
 
 LEFT = 75  # exit code of scripts/pieces.py, too
 LIMIT_S = 900  # of a function of tests
+FOUND = "red, and green without"
+AT_ONCE = 10  # proofs that run without their mutants
 MARKS = ("not gpu and not slow", "slow and not gpu")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 
 
-def run_in(folder: Path, command: list[str] | str) -> subprocess.CompletedProcess[str]:
-    """Run a program, or a line of the shell, in a checkout or its copy."""
-    options: dict[str, Any] = {"env": environment_of(folder), "capture_output": True}
-    options |= {"shell": isinstance(command, str), "timeout": LIMIT_S}
-    return subprocess.run(command, cwd=folder, text=True, **options)
+def run_in(
+    folder: Path, command: list[str], *, limit_s: float | None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a checkout or its copy."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment_of(folder),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
 
 
 def judge_test(test: str, marks: str, folder: Path) -> tuple[str, str]:
@@ -211,7 +220,7 @@ def judge_test(test: str, marks: str, folder: Path) -> tuple[str, str]:
         "red" and the test that failed; "green"; "none" if nothing ran; or "error" and what pytest said.
     """
     try:
-        run = run_in(folder, [*PYTEST, "-x", "-m", marks, test])
+        run = run_in(folder, [*PYTEST, "-x", "-m", marks, test], limit_s=LIMIT_S)
     except subprocess.TimeoutExpired:
         return "error", f"no end within {LIMIT_S} s"
     said = run.stdout
@@ -224,50 +233,34 @@ def judge_test(test: str, marks: str, folder: Path) -> tuple[str, str]:
     return "error", said[-1000:]
 
 
-def judge_command(row: dict[str, Any], folder: Path) -> tuple[str, str]:
-    """Run the command of a promise. It is red if it does not print what it should."""
-    run = run_in(folder, row["command"])
-    if "Traceback" in run.stderr:
-        return "error", run.stderr[-1000:]
-    is_right = run.returncode == 0 and row["prints"] in run.stdout
-    return ("green" if is_right else "red"), row["command"]
-
-
 def judge(row: dict[str, Any], costs: dict[str, float], folder: Path) -> dict[str, Any]:
-    """Look for a test, or else the command, of a promise that its mutant turns red. Cheap tests come first.
+    """Look for a test of a promise that its mutant turns red. Cheap ones come first.
 
     The copy in `folder` is made again for each mutant. Files that did not change keep their times, and so their compiled code.
     """
     mutant, name = row["mutant"], f"promise {row['number']}"
     fault = Fault(name, "", mutant["file"], mutant["before"], mutant["after"], ())
-    tests = sorted(row.get("tests", ()), key=lambda test: cost_of(test, costs))
+    tests = sorted(row["tests"], key=lambda test: cost_of(test, costs))
     said: list[str] = []
     copy_with(fault, folder)
-    judges = [(test, partial(judge_test, test, m, folder)) for m in MARKS for test in tests]
-    if "command" in row:
-        judges.append((row["command"], partial(judge_command, row, folder)))
-    for what, judge_one in judges:
-        result, text = judge_one()
+    for marks, test in product(MARKS, tests):
+        result, text = judge_test(test, marks, folder)
         if result == "red":
             return {"result": "red", "by": text, "said": said}
         if result != "none":
-            said.append(f"{what}: {result} {text}")
+            said.append(f"{test}: {result} {text}")
     errors = any(": error" in line for line in said)
     return {"result": "error" if errors else "green", "by": "", "said": said}
 
 
-def without_mutants(state: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
-    """Run what mutants have turned red as it is, in one go. What does not pass proves nothing: its row becomes an error."""
-    new = [key for key in rows if state.get(key, {}).get("result") == "red"]
-    tests = [state[key]["by"] for key in new if "::" in state[key]["by"]]
-    said = run_in(PROJECT, [*PYTEST, "-rp", "-m", "not gpu", *tests]).stdout if tests else ""
+def without_mutants(rows: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    """Run what mutants have turned red as it is, at once. What does not pass proves nothing: its row becomes an error."""
+    found = [state[f"{row['number']}"] for row in rows]
+    command = [*PYTEST, "-rp", "-m", "not gpu", *(one["by"] for one in found)]
+    said = run_in(PROJECT, command, limit_s=None).stdout
     passed = set(re.findall(r"^PASSED (t.*)$", said, re.MULTILINE))
-    for key in new:
-        by = state[key]["by"]
-        is_right = by in passed or (
-            by not in tests and judge_command(rows[key], PROJECT)[0] == "green"
-        )
-        state[key]["result"] = "red, and green without" if is_right else "error"
+    for one in found:
+        one["result"] = FOUND if one["by"] in passed else "error"
 
 
 def judge_promises(words: list[str]) -> int:
@@ -284,7 +277,7 @@ def judge_promises(words: list[str]) -> int:
     end, left, costs = time.monotonic() + 60 * args.minutes, [], read_costs()
     with tempfile.TemporaryDirectory() as copy:
         for key, row in rows.items():
-            about = [row["mutant"], row.get("tests"), row.get("command")]
+            about = [row["mutant"], row["tests"]]
             if state.get(key, {}).get("about") == about:
                 continue
             if time.monotonic() > end:
@@ -295,11 +288,11 @@ def judge_promises(words: list[str]) -> int:
             state[key] = {"about": about, "seconds": round(time.monotonic() - start), **found}
             args.state.write_text(json.dumps(state, indent=1) + "\n")
             print(key, found["result"], state[key]["seconds"], "s", found["by"], flush=True)
-    without_mutants(state, rows)
-    args.state.write_text(json.dumps(state, indent=1) + "\n")
-    others = {
-        key: state[key] for key in rows if key not in left and "," not in state[key]["result"]
-    }
+    new = [row for key, row in rows.items() if state.get(key, {}).get("result") == "red"]
+    for first in range(0, len(new), AT_ONCE):
+        without_mutants(new[first : first + AT_ONCE], state)
+        args.state.write_text(json.dumps(state, indent=1) + "\n")
+    others = {k: state[k] for k in rows if k not in left and state[k]["result"] != FOUND}
     for key, found in others.items():
         print(f"row {key}: {found['result']}", *found["said"], sep="\n    ")
     print(
