@@ -269,7 +269,7 @@ def judge_promises(words: list[str]) -> int:
     parser.add_argument("state", type=Path)
     parser.add_argument("rows", type=int, nargs="*", metavar="ROW")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no row after these")
-    args = parser.parse_args(words)
+    args = parser.parse_intermixed_args(words)
     state = json.loads(args.state.read_text()) if args.state.exists() else {}
     rows = {str(row["number"]): row for row in read_promises()["promise"] if "mutant" in row}
     if args.rows:
