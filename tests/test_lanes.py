@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.lanes import draw, read_table, row_of, touched_tests
+from tests.support.lanes import draw, is_promised, read_table, row_of, touched_tests
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +29,17 @@ def test_each_commit_draws_other_tests_and_each_technique() -> None:
     # In the long run each test has its turn.
     commits = [draw(costs, seed=f"{n}", budget=30, techniques=[]) for n in range(60)]
     assert set().union(*commits) == costs.keys()
+
+
+def test_a_promise_names_a_row_or_a_function() -> None:
+    promised = {"test_a.py::test_b[x]", "test_a.py::test_c"}
+    ids = ("test_b[x]", "test_b[y]", "test_c[y]", "test_cd")
+    assert [is_promised(f"test_a.py::{test}", promised) for test in ids] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_change_adds_its_tests() -> None:

@@ -12,10 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import titan
 from tests.support.jobs import ROOT
 from titan.cli import main
+from titan.config.load import load_from_argv
+from titan.config.model import family
 from titan.sim.price.profiles import load_profile
 from titan.sim.record import trace_cache
 from titan.sim.record.trace import CATEGORIES
@@ -333,6 +336,28 @@ def test_sweep_over_world_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     swept = variants[2]["facts"]
     assert swept["world_size"] == 2 and swept["layout"] == alone["layout"]
     assert swept["step_time_s"] == alone["step_time_s"] and swept["memory"] == alone["memory"]
+
+
+def test_thousands_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank of 4,096 holds a row of each matrix; its shards cross the cards, so that it is slower than one of eight."""
+    found = {}
+    for ranks in (8, 4096):
+        assert sim("--world-size", str(ranks), *ON, "--json", "-") == 0
+        found[ranks] = json.loads(capsys.readouterr().out)
+    few, many = found.values()
+    assert many["world_size"] == 4096 and "x dp_shard 4096 x" in many["layout"]
+    assert many["comm"]["by_axis"]["dp_shard"]["card_bytes"] > 0
+    assert few["comm"]["by_axis"]["dp_shard"]["card_bytes"] == 0
+    assert many["tokens_per_s_per_gpu"] < few["tokens_per_s_per_gpu"]
+    config = load_from_argv(JOB)
+    with torch.device("meta"):
+        model = family(config.model.name).build_model(config.model.sizes)
+    rows = [4 * p[0].numel() * -(-len(p) // 4096) for p in model.parameters()]
+    rotations = 4 * config.training.seq_len * 2 * config.model.sizes.head_dim
+    # The allocator rounds to 512 bytes.
+    least = sum(-(-size // 512) * 512 for size in rows) + rotations
+    held = many["memory"]["by_category_gib"]["parameters"] * 2**30
+    assert held == least
 
 
 def test_fp32_on_an_accelerator_is_warned_of_and_its_mfu_marked(

@@ -5,10 +5,11 @@
     pytest --lane quick        no ranks and no processes: for every save
     pytest --lane full         all that is not marked `slow` or `gpu`
     pytest --touched COMMIT    the default lane, and all tests of what has changed since that commit
+    pytest --promises          all tests of tests/promises.toml, slow ones too, and its commands; those that need a GPU are listed
     pytest tests/sim           what is named on the command line runs whole
 
 The longest row that begins a test's id decides. Of tests without a row, and of the rows `drawn`, the cheap ones are in the
-default lane, and those in tests/costs.toml are drawn.
+default lane, and those in tests/costs.toml are drawn. Those that prove a promise for little always run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import subprocess
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
@@ -36,6 +37,7 @@ COSTS, FULL = TABLE.with_name("costs.toml"), TABLE.with_name("full.toml")
 PROMISES = TABLE.with_name("promises.toml")
 LEFT_OUT = pytest.StashKey[str]()
 DEAR = 10.0  # CPU seconds of a test, which has a reason in the default lane
+LITTLE = 2.0  # CPU seconds of a test that proves a promise, and so is not drawn
 DRAWN = pytest.StashKey[list[str]]()
 
 
@@ -58,6 +60,11 @@ def read_promises() -> dict[str, Any]:
 def promised_tests() -> list[str]:
     """Return the ids of the tests that prove promises; one without a row in brackets means all of its function's."""
     return [test for row in read_promises()["promise"] for test in row.get("tests", ())]
+
+
+def is_promised(test: str, promised: Container[str]) -> bool:
+    """Return whether a test by its id proves a promise, by its row or by its function."""
+    return test in promised or test.partition("[")[0] in promised
 
 
 def read_costs() -> dict[str, float]:
@@ -117,7 +124,7 @@ def touched_tests(paths: Iterable[str], touched: Mapping[str, list[str]]) -> lis
 
 def _lane(config: pytest.Config) -> str:
     """Return the lane that runs. What is named on the command line is in the full one."""
-    is_whole = config.args == config.getini("testpaths")
+    is_whole = config.args == config.getini("testpaths") and not config.getoption("--promises")
     return config.getoption("--lane") or ("default" if is_whole else "full")
 
 
@@ -135,6 +142,9 @@ def git(*arguments: str) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--promises"):
+        # Slow tests too. _keep_promised leaves out those that need a GPU.
+        config.option.markexpr = ""
     if _lane(config) == "default":
         os.environ.setdefault("TITAN_PARITY_STEPS", "3")
 
@@ -142,13 +152,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lane", choices=LANES, help="which tests run: tests/lanes.toml")
     parser.addoption("--draw", metavar="COMMIT", help="draw the dear tests as for this commit")
+    help = "run the tests of all promises, slow ones too: tests/promises.toml"
+    parser.addoption("--promises", action="store_true", help=help)
     help = "run all tests of the files changed since this commit, too: tests/lanes.toml"
     parser.addoption("--touched", metavar="COMMIT", help=help)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # The quick lane imports no file that holds none of its tests: importing all of them takes longer than the lane.
-    if config.getoption("--lane") != "quick" or collection_path.suffix != ".py":
+    is_quick = config.getoption("--lane") == "quick" and not config.getoption("--promises")
+    if not is_quick or collection_path.suffix != ".py":
         return None
     name = collection_path.relative_to(config.rootpath).as_posix()
     lanes = read_table()["lanes"]
@@ -161,6 +174,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    if config.getoption("--promises"):
+        _keep_promised(config, items)
+        return
     lane = _lane(config)
     whole = config.args == config.getini("testpaths")
     table = read_table()
@@ -181,6 +197,7 @@ def pytest_collection_modifyitems(
     left: list[pytest.Item] = []
     dear: dict[str, float] = {}
     costs = read_costs() if lane == "default" else {}
+    promised, of_promises = {*promised_tests()}, 0.0
     for item in items:
         # A test that -m names runs in every lane.
         named = any(item.get_closest_marker(marker) for marker in ("slow", "gpu"))
@@ -189,7 +206,10 @@ def pytest_collection_modifyitems(
         cost = cost_of(item.nodeid, costs)
         if runs_in == "drawn":
             runs_in = "full" if cost > DEAR else "default"
-            if cost and cost <= DEAR and not named and not item.nodeid.startswith(touched):
+            is_proof = cost <= LITTLE and is_promised(item.nodeid, promised)
+            of_promises += cost * is_proof
+            always = is_proof or named or item.nodeid.startswith(touched)
+            if cost and cost <= DEAR and not always:
                 dear[item.nodeid] = cost
         if named or runs_in in runs or item.nodeid.startswith(touched):
             kept.append(item)
@@ -199,6 +219,7 @@ def pytest_collection_modifyitems(
     if dear:
         seed = config.getoption("--draw") or git("rev-parse", "--short", "HEAD")
         settings = {name: table["draw"][name] for name in ("budget", "techniques")}
+        settings["budget"] -= of_promises
         drawn = draw(dear, seed=seed, **settings)
         for item in kept:
             if item.nodeid in dear and item.nodeid not in drawn:
@@ -208,6 +229,18 @@ def pytest_collection_modifyitems(
         config.stash[DRAWN] = [item.nodeid for item in kept if item.nodeid in drawn]
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+def _keep_promised(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out all but the tests of promises that this machine can run."""
+    promised = {*promised_tests(), "tests/test_promises.py::test_commands"}
+    for item in items:
+        if not is_promised(item.nodeid, promised):
+            item.stash[LEFT_OUT] = "proves no promise"
+        elif item.get_closest_marker("gpu"):
+            item.stash[LEFT_OUT] = f"{item.nodeid} needs an accelerator: pytest -m gpu"
+    config.hook.pytest_deselected(items=[item for item in items if LEFT_OUT in item.stash])
+    items[:] = [item for item in items if LEFT_OUT not in item.stash]
 
 
 def _unused(items: list[pytest.Item], lanes: Iterable[str]) -> list[str]:
