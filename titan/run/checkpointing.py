@@ -179,17 +179,23 @@ class Checkpointing(Hook):
 
     def metadata(self) -> dict[str, Any]:
         """Return the content of titan.json."""
-        trainer = self.trainer
-        return {
-            "format": 1,
-            "step": trainer.step,
-            "tokens": trainer.tokens_seen,
-            "sequences_per_step": trainer.sequences_per_step,
-            "data": self._data_state(),
-            "config": to_toml(trainer.config),
-            "text": self.text,
-            "model": job_facts(trainer.config),
-        } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
+        trainer, scale = self.trainer, self.trainer.train_step.loss_scale
+        # Only runs in float16 have one.
+        scaled = {"loss_scale": [scale.value, scale.good_steps]} if scale else {}
+        return (
+            {
+                "format": 1,
+                "step": trainer.step,
+                "tokens": trainer.tokens_seen,
+                "sequences_per_step": trainer.sequences_per_step,
+                "data": self._data_state(),
+                "config": to_toml(trainer.config),
+                "text": self.text,
+                "model": job_facts(trainer.config),
+            }
+            | scaled
+            | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
+        )
 
     @cached_property
     def text(self) -> dict[str, Any]:
@@ -335,6 +341,9 @@ class Checkpointing(Hook):
         self.jump = rate_jump(
             saved, trainer.config, step=trainer.step, ranks=trainer.world_size
         )
+        scale, scaled = trainer.train_step.loss_scale, metadata.get("loss_scale")
+        if scale is not None and scaled:
+            scale.value, scale.good_steps = float(scaled[0]), int(scaled[1])
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:
