@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Install other people's programs that tests compare titan with, into the test environment: TorchTitan, lm-evaluation-harness and
+# flash-linear-attention. They are in no lock file. Without them these tests are skipped, and pytest's last lines name them.
+#   scripts/judges.sh && scripts/test.sh --full
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+prepare_environment dev
+
+kept=$(mktemp)
+trap 'rm -f "$kept"' EXIT
+"$PYTHON" -m pip freeze --exclude-editable > "$kept" # no judge changes another package
+# TorchTitan asks for more than its model and its loss import.
+install --constraint "$kept" "lm-eval>=0.4.9" einops tyro tomli torchdata
+install --no-deps torchtitan==0.2.2
+if [ "$(uname -sm)" = "Linux x86_64" ]; then
+  install --no-deps "flash-linear-attention>=0.6" "fla-core>=0.6"
+  install --constraint "$kept" triton
+fi
