@@ -10,6 +10,6 @@ prepare_environment dev
 kept=$(mktemp)
 trap 'rm -f "$kept"' EXIT
 "$PYTHON" -m pip freeze --exclude-editable > "$kept" # no judge changes another package
-install --constraint "$kept" "lm-eval>=0.4.9" einops tyro tomli torchdata
+install --constraint "$kept" "lm-eval>=0.4.9" accelerate einops tyro tomli torchdata
 # Without what their kernels need, such as Triton: the tests use their models and references, which are plain torch.
 install --no-deps torchtitan==0.2.2 "fla-core>=0.6"
