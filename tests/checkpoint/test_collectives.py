@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import fsdp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.jobs import job
+from tests.support.jobs import ROOT, job
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
-from titan.parallel.mesh import submesh
 
 LAYOUTS = {
     "FSDP2 2": {"data_parallel_shard_degree": 2},
@@ -95,7 +94,6 @@ def save(folder: Path, mode: str, parallelism: dict[str, int], blocks: int) -> d
     with counted(step):
         trainer.train_one_step()  # while the save is written
     assert manager.poll(wait=True)
-    names = [name for name in ("dp_shard", "tp", "pp") if submesh(trainer.mesh, name)]
     trainer.close()
     return {
         "tensors": len(tensors),
@@ -105,12 +103,17 @@ def save(folder: Path, mode: str, parallelism: dict[str, int], blocks: int) -> d
         "step": step,
         "own": own.group_name,
         "in the main thread": threads,
-        "axes": names,
     }
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        ("FSDP2 2", "disabled"),
+        ("FSDP2 2", "async_with_pinned_mem"),
+        *((layout, "async") for layout in LAYOUTS),
+    ],
+)
 def test_a_state_needs_no_communication(
     layout: str, mode: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -127,7 +130,19 @@ def test_a_state_needs_no_communication(
             assert found["tensors"] > 20 and found["write"]
             assert {group for _, group in found["write"]} == {found["own"]}
             assert found["in the main thread"] == [mode == "disabled"]
-            counts.append(Counter(name for name, _ in found["write"]).total())
-    # However many tensors there are.
-    assert len({*counts[: ranks]}) == len({*counts}), counts
-    assert max(counts) < 60, counts
+            counts.append(len(found["write"]))
+    assert {*counts} == {15}  # on every rank, however many tensors there are
+
+
+def test_memory_waits_for_no_stream() -> None:
+    """FSDP2 and titan free memory without `record_stream`, after which the time of freeing is the device's. FSDP1 has it."""
+
+    def callers(folder: Path) -> set[str]:
+        files = (f for f in folder.rglob("*.py") if "tests" not in f.relative_to(folder).parts)
+        return {file.name for file in files if ".record_stream(" in file.read_text("utf-8")}
+
+    sharding = Path(fsdp.__file__).parent
+    assert "_common_utils.py" in callers(sharding)
+    assert not callers(sharding / "_fully_shard")
+    # But for copies of activations to the host, which are no part of sharding.
+    assert callers(ROOT / "titan") | callers(ROOT / "models") == {"offload.py"}
