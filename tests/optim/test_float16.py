@@ -152,6 +152,12 @@ def test_the_scale_is_torchs_for_any_steps(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(values) > 5
 
 
+@pytest.fixture(scope="module")
+def one_process(pool: Pool) -> dict[str, Any]:
+    """Return the record of one process, in which three steps overflow."""
+    return pool.run(1, steps_of, Layout("one process"), 65536.0, (3, 4, 7))[0]
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -164,11 +170,13 @@ def test_the_scale_is_torchs_for_any_steps(monkeypatch: pytest.MonkeyPatch) -> N
     ],
     ids=lambda layout: layout.name,
 )
-def test_layouts_equal_one_process(layout: Layout, pool: Pool) -> None:
+def test_layouts_equal_one_process(
+    layout: Layout, one_process: dict[str, Any], pool: Pool
+) -> None:
     """To the rounding of float16, whose sums differ in their order. Ranks with parts of a batch also overflow at other scales, so that
     the steps that overflow are chosen here.
     """
-    [alone] = pool.run(1, steps_of, Layout("one process"), 65536.0, (3, 4, 7))
+    alone = dict(one_process)
     results = pool.run(layout.ranks, steps_of, layout, 65536.0, (3, 4, 7))
     for run in (alone, *results):
         assert run["scales"] == [65536.0] * 2 + [32768.0] + [16384.0] * 3 + [8192.0] * 6

@@ -180,8 +180,7 @@ class Checkpointing(Hook):
     def metadata(self) -> dict[str, Any]:
         """Return the content of titan.json."""
         trainer, scale = self.trainer, self.trainer.train_step.loss_scale
-        # Only runs in float16 have one.
-        scaled = {"loss_scale": [scale.value, scale.good_steps]} if scale else {}
+        scaled = {"loss_scale": scale.state_dict()} if scale else {}  # in float16
         return (
             {
                 "format": 1,
@@ -341,9 +340,8 @@ class Checkpointing(Hook):
         self.jump = rate_jump(
             saved, trainer.config, step=trainer.step, ranks=trainer.world_size
         )
-        scale, scaled = trainer.train_step.loss_scale, metadata.get("loss_scale")
-        if scale is not None and scaled:
-            scale.value, scale.good_steps = float(scaled[0]), int(scaled[1])
+        if (scale := trainer.train_step.loss_scale) is not None:
+            scale.load_state_dict(metadata.get("loss_scale", {}))
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

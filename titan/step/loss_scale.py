@@ -8,7 +8,7 @@ steps in a row double it. All ranks know the same global norm, so they have the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ class LossScale:
 
     def __init__(self) -> None:
         self.value, self.good_steps = 65536.0, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state, as JSON values."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the state of a checkpoint, which is empty if that is of a run in another precision."""
+        self.value = float(state.get("value", self.value))
+        self.good_steps = int(state.get("good_steps", 0))
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[Tensor]) -> None:
