@@ -180,21 +180,17 @@ class Checkpointing(Hook):
     def metadata(self) -> dict[str, Any]:
         """Return the content of titan.json."""
         trainer, scale = self.trainer, self.trainer.train_step.loss_scale
-        scaled = {"loss_scale": scale.state_dict()} if scale else {}  # in float16
-        return (
-            {
-                "format": 1,
-                "step": trainer.step,
-                "tokens": trainer.tokens_seen,
-                "sequences_per_step": trainer.sequences_per_step,
-                "data": self._data_state(),
-                "config": to_toml(trainer.config),
-                "text": self.text,
-                "model": job_facts(trainer.config),
-            }
-            | scaled
-            | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
-        )
+        return {
+            "format": 1,
+            "step": trainer.step,
+            "tokens": trainer.tokens_seen,
+            "sequences_per_step": trainer.sequences_per_step,
+            "data": self._data_state(),
+            "config": to_toml(trainer.config),
+            "text": self.text,
+            "model": job_facts(trainer.config),
+            **({"loss_scale": scale.state_dict()} if scale else {}),  # in float16
+        } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
 
     @cached_property
     def text(self) -> dict[str, Any]:
