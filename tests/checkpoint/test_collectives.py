@@ -73,12 +73,12 @@ def save(folder: Path, mode: str, parallelism: dict[str, int], blocks: int) -> d
     begun, written, commit = [], [], manager._write
     threads = []
 
-    def write(*args: Any) -> str:
+    def write(*args: Any, **named: Any) -> str:
         threads.append(current_thread() is main_thread())
         with counted(written):
-            return commit(*args)
+            return commit(*args, **named)
 
-    manager._write = write
+    setattr(manager, "_write", write)  # noqa: B010
     step: list[tuple[str, str]] = []
     trainer.train_one_step()
     with counted(step):

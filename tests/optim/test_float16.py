@@ -56,16 +56,18 @@ def steps_of(layout: Layout, scale: float, struck: tuple[int, ...] = ()) -> dict
     """
     mesh = build_mesh("cpu", **dict(layout.degrees))
     step = build_step(job_of(layout, precision="float16", steps=STEPS), mesh)
-    step.loss_scale.value = scale
+    scaling = step.loss_scale
+    assert scaling is not None
+    scaling.value = scale
     scales: list[float] = []
 
     def noting() -> Any:
         for number in range(1, STEPS + 1):
             raised = STRIKE if number in struck else 1.0
-            step.loss_scale.value *= raised
+            scaling.value *= raised
             yield micro_batches(text_batch(layout, number), mesh, layout.accumulation)
-            step.loss_scale.value /= raised
-            scales.append(step.loss_scale.value)
+            scaling.value /= raised
+            scales.append(scaling.value)
 
     return record(step, noting()) | {"scales": scales}
 
@@ -88,7 +90,7 @@ def plain_steps(scale: float) -> dict[str, Any]:
     step = build_step(config, build_mesh("cpu"))  # for its learning rates alone
     losses, norms, scales = [], [], []
     for number in range(1, STEPS + 1):
-        batch = text_batch(layout, number)
+        batch: Any = text_batch(layout, number)
         half = {name: p.half() for name, p in model.named_parameters()}
         logits = functional_call(model, half, batch.tokens_BS)
         total = F.cross_entropy(
@@ -98,7 +100,8 @@ def plain_steps(scale: float) -> dict[str, Any]:
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         # torch's own norm on a CPU adds one by one, and is off by 1e-5.
-        squares = [p.grad.double().square().sum() for p in model.parameters()]
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        squares = [grad.double().square().sum() for grad in grads]
         norm = torch.stack(squares).sum().sqrt().float()
         nn.utils.clip_grads_with_norm_(model.parameters(), config.training.max_norm, norm)
         for group in optimizer.param_groups:
@@ -223,7 +226,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
                 )
             )
             if trainer.step == 0:
-                trainer.train_step.loss_scale.value = TOO_LARGE
+                scaling: Any = trainer.train_step.loss_scale
+                scaling.value = TOO_LARGE
             try:
                 assert trainer.run() == 0
             finally:

@@ -95,7 +95,7 @@ def torchtitans(weights: dict[str, Tensor], rates: list[float]) -> dict[str, lis
     )
     losses, norms = [], []
     for number, rate in enumerate(rates, 1):
-        batch = text_batch(LAYOUT, number)
+        batch: Any = text_batch(LAYOUT, number)
         optimizer.zero_grad()
         loss = cross_entropy_loss(model(batch.tokens_BS), batch.labels_BS)
         loss = loss / (batch.labels_BS != IGNORE_INDEX).sum()
