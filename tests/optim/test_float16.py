@@ -56,8 +56,7 @@ def steps_of(layout: Layout, scale: float, struck: tuple[int, ...] = ()) -> dict
     """
     mesh = build_mesh("cpu", **dict(layout.degrees))
     step = build_step(job_of(layout, precision="float16", steps=STEPS), mesh)
-    scaling = step.loss_scale
-    assert scaling is not None
+    scaling: Any = step.loss_scale
     scaling.value = scale
     scales: list[float] = []
 
