@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.hf_branches import branches, verdict  # noqa: E402
+from scripts.hf_branches import branches, verdict  # noqa: E402
 from tests.support.hf_families import LAYOUTS, PROOFS, is_equal, row_of  # noqa: E402
 from tests.support.hf_sizes import SETTINGS, families  # noqa: E402
 from tests.support.ranks import Pool  # noqa: E402

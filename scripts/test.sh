@@ -3,6 +3,7 @@
 #   scripts/test.sh [pytest arguments]     the default lane, or the tests that are named
 #   scripts/test.sh --quick                for every save: lint, and the tests without ranks and processes
 #   scripts/test.sh --full                 every test that needs no accelerator and is not marked slow
+# Tests beside other programs (TorchTitan, ...) run after scripts/judges.sh.
 # tests/lanes.toml says which test is in which lane. The default lane draws some of the dear tests by the commit, and prints them.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -94,25 +94,13 @@ def test_derived_fields(
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-M3 = {
-    **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 32, "dense_intermediate_size": 96},
-    **{"shared_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-    **{"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 2},
-    **{"index_local_blocks": 1, "max_position_embeddings": 256, "pad_token_id": 0},
-}  # fmt: skip
-
-
 def test_chosen_keys_are_refused_by_their_name() -> None:
-    dense = ["full_attention"] * 4
-    assert describe(words("MiniMaxM3VLForCausalLM", **M3, layer_types=dense)).n_layers
-    sparse = words(
-        "MiniMaxM3VLForCausalLM",
-        **M3,
-        layer_types=["full_attention"] + ["minimax_m3_sparse"] * 3,
-    )
+    small = overrides_of("MiniMaxM3VLForCausalLM")
+    dense = ["full_attention"] * small["num_hidden_layers"]
+    assert describe(words("MiniMaxM3VLForCausalLM", **small, layer_types=dense)).n_layers
+    sparse = [dense[0], *["minimax_m3_sparse"] * (len(dense) - 1)]
     with pytest.raises(UnsupportedModelError, match="gets block_indices from transformers"):
-        describe(sparse)
+        describe(words("MiniMaxM3VLForCausalLM", **small, layer_types=sparse))
 
 
 @pytest.mark.parametrize("kind", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])

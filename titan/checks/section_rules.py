@@ -17,7 +17,7 @@ from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import check_freeze
 from titan.config.phases import longest_sequence
-from titan.config.quantize import check_converters, lacks_units
+from titan.config.quantize import check_converters, eight_bit_sections, lacks_units
 from titan.config.schema import (
     ActivationCheckpointSection,
     HuggingFaceSource,
@@ -154,11 +154,26 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
         # torch's kernels index with 32 bits.
         size = f"{sequences:,} sequences of {training.seq_len:,} are {tokens:,} tokens"
         yield "seq_len", f"{size} in one forward pass; use at most {LIMIT:,}"
-    if (training.mixed_precision_param, training.mixed_precision_reduce) == (
-        "float32",
-        "bfloat16",
-    ):
-        yield "mixed_precision_reduce", 'would round float32 gradients; use "float32"'
+    dtype = training.compute_dtype
+    if dtype != "bfloat16" and training.mixed_precision_reduce == "bfloat16":
+        yield "mixed_precision_reduce", f'would round {dtype} gradients; use "float32"'
+    if dtype != "float16":
+        return
+    # The requirement with its reason, and whether the job meets it.
+    needs = {
+        'training.dtype = "float32", as float16 cannot hold small updates': (
+            training.dtype == "float32"
+        ),
+        "optimizer.early_step_in_backward = false, as a step may have to be skipped": (
+            not config.steps_in_backward
+        ),
+        "a model without converters to 8 bits, whose hardware has bfloat16": (
+            not eight_bit_sections(config)
+        ),
+    }
+    for need, has in needs.items():
+        if not has:
+            yield "mixed_precision_param", f'"float16" needs {need}; or use "bfloat16"'
 
 
 def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:

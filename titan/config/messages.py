@@ -98,7 +98,7 @@ def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any])
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
         if value in ("float16", "fp16", "half") and "bfloat16" in choices:
-            return _NO_FP16
+            return _FP16
         return _choice(value, choices)
     if kind == "union_tag_invalid":
         registered = re.findall(r"'([^']*)'", context["expected_tags"])
@@ -112,9 +112,9 @@ def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any])
     return f"{reason[:1].lower()}{reason[1:]}, got {_describe(value)}"
 
 
-_NO_FP16 = (
-    "titan does not train in float16: gradients below 6e-8 become 0 without loss scaling, which would need a pass over all gradients "
-    'and skip steps; use "bfloat16", which has the range of float32'
+_FP16 = (
+    "float16 is for training.mixed_precision_param alone, whose gradients have a loss scale: without one, those below 6e-8 become 0; "
+    'use "bfloat16", which has the range of float32'
 )
 
 

@@ -185,9 +185,11 @@ class TrainingSection(Section):
     torch's default. PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF take precedence."""
     dtype: DType = "float32"
     """Precision of the master parameters and of the optimizer."""
-    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
+    mixed_precision_param: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the forward and backward pass. Gathered parameters are cast to it. "auto": bfloat16
-    on accelerators, float32 on CPUs. float32 is about ten times slower on an H100."""
+    on accelerators, float32 on CPUs. float32 is about ten times slower on an H100. float16 is for
+    accelerators without bfloat16 (T4, V100): the loss has a dynamic scale, and a step whose gradients
+    are infinite updates nothing."""
     mixed_precision_reduce: DType = "float32"
     """Precision in which gradients are summed over ranks."""
     gc_freq: Positive = 50
@@ -196,7 +198,7 @@ class TrainingSection(Section):
     dataloader: DataloaderSection = DataloaderSection()
 
     @property
-    def compute_dtype(self) -> DType:
+    def compute_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """Return the precision of the forward and backward pass. "auto" means accelerators; `JobConfig.on_device` handles a CPU."""
         asked = self.mixed_precision_param
         return "bfloat16" if asked == "auto" else asked

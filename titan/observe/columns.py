@@ -91,6 +91,7 @@ COLUMNS: dict[str, Column] = {
     "median_rank_s": Column("throughput/median_rank_s"),
     "goodput": Column("throughput/goodput"),
     "mtp_loss": Column("loss/further_targets", always=False),  # with multi-token prediction
+    "loss_scale": Column("optimizer/loss_scale", always=False),  # in float16
     # Only runs of replica groups have these.
     "replica_groups": Column("progress/replica_groups", always=False),
     "first_sample": Column(always=False),

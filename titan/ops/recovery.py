@@ -78,13 +78,16 @@ class Recovery:
         device: device of the loss.
         losses: newest losses of steps that updated the weights.
         decision: result of the last call of `judge`.
+        has_scale: whether the loss has a scale, as in float16.
         num_skipped: skipped steps of the run.
         num_rewinds: rewinds of this start.
         skipped_in_a_row: skipped steps since the last other step.
     """
 
-    def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
-        self.section, self.device = section, device
+    def __init__(
+        self, section: FaultToleranceSection, *, device: torch.device, has_scale: bool = False
+    ) -> None:
+        self.section, self.device, self.has_scale = section, device, has_scale
         self.losses = deque[float](maxlen=section.spike_window)
         self.decision = StepDecision()
         self.num_skipped = self.num_rewinds = self.skipped_in_a_row = 0
@@ -92,7 +95,8 @@ class Recovery:
     @property
     def is_on(self) -> bool:
         """Return whether steps have to be judged. The host then waits for the results of each step."""
-        return self.section.on_nonfinite != "stop" or self.section.on_spike != "off"
+        stops = self.section.on_nonfinite == "stop" and self.section.on_spike == "off"
+        return self.has_scale or not stops
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> bool:
         """Decide whether to update the weights. All ranks call it together.
@@ -132,6 +136,10 @@ class Recovery:
 
     def decide(self, loss: float, grad_norm: float) -> StepDecision:
         section = self.section
+        # The scale of the loss was too large, and is lower already (titan/step/loss_scale.py).
+        if self.has_scale and math.isfinite(loss) and not math.isfinite(grad_norm):
+            reason = f"loss {loss:.4f}, gradients overflow float16: half the loss scale"
+            return StepDecision(StepAction.SKIP, reason)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return StepDecision(
                 _ACTIONS[section.on_nonfinite], f"loss {loss}, gradient norm {grad_norm}"

@@ -39,7 +39,11 @@ class StepRecovery(Hook):
 
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
-        self.recovery = Recovery(trainer.config.fault_tolerance, device=trainer.device)
+        self.recovery = Recovery(
+            trainer.config.fault_tolerance,
+            device=trainer.device,
+            has_scale=trainer.train_step.loss_scale is not None,
+        )
         # Judging needs the loss before the update, so the host waits for the device in each step.
         self.judges = self.recovery.is_on
         self.is_told = False

@@ -42,12 +42,12 @@ class ExpertBiasBalancer:
         tokens = submesh(mesh, *axes, flatten=True) if moes else None
         return cls(moes, group=None if tokens is None else tokens.get_group())
 
-    def begin(self, *, num_sequences: int, num_tokens: int) -> None:
+    def begin(self, *, num_sequences: float, num_tokens: float) -> None:
         """Set the size of the global batch, by which the balance terms of a step are divided.
 
         Args:
-            num_sequences: Sequences of the global batch.
-            num_tokens: Tokens of the global batch.
+            num_sequences: Sequences of the global batch, over the scale of the loss.
+            num_tokens: Tokens of the global batch, over the scale of the loss.
         """
         for moe in self.moes.values():
             moe.num_sequences, moe.num_tokens = num_sequences, num_tokens

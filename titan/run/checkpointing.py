@@ -179,7 +179,7 @@ class Checkpointing(Hook):
 
     def metadata(self) -> dict[str, Any]:
         """Return the content of titan.json."""
-        trainer = self.trainer
+        trainer, scale = self.trainer, self.trainer.train_step.loss_scale
         return {
             "format": 1,
             "step": trainer.step,
@@ -189,6 +189,7 @@ class Checkpointing(Hook):
             "config": to_toml(trainer.config),
             "text": self.text,
             "model": job_facts(trainer.config),
+            **({"loss_scale": scale.state_dict()} if scale else {}),  # in float16
         } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
 
     @cached_property
@@ -335,6 +336,8 @@ class Checkpointing(Hook):
         self.jump = rate_jump(
             saved, trainer.config, step=trainer.step, ranks=trainer.world_size
         )
+        if (scale := trainer.train_step.loss_scale) is not None:
+            scale.load_state_dict(metadata.get("loss_scale", {}))
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

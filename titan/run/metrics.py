@@ -169,6 +169,8 @@ class Metrics(Hook):
             "validation_s": window.paused_s.get("validation", 0.0),
             "checkpoint_s": trainer.timer.total_s["checkpoint"] - self.saved_s,
         }
+        if (scale := trainer.train_step.loss_scale) is not None:
+            row["loss_scale"] = scale.value
         for hook in trainer.hooks:
             row |= hook.columns(window, result)
         return row

@@ -44,6 +44,7 @@ from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, gathers_float8, precompute_scales
 from titan.parallel.fsdp import separate_reduce_scatter
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
+from titan.step.loss_scale import LossScale
 from titan.step.parallelize import (
     backward_preparer,
     compile_log_of,
@@ -111,6 +112,8 @@ class TrainStep:
         self.draws = RandomDraws(
             self.config, self.model_parts, mesh=self.mesh, device=self.device
         )
+        in_fp16 = self.config.training.compute_dtype == "float16"
+        self.loss_scale = LossScale() if in_fp16 else None
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
@@ -146,6 +149,10 @@ class TrainStep:
         num_sequences = sum(len(batch.input) for batch in local) * replicas
         num_parts = 1 if self.context is None else self.context.size()
         num_tokens = num_sequences * local[0].input.shape[1] * num_parts
+        if self.loss_scale is not None:  # also of the terms that balance experts
+            scale = self.loss_scale.value
+            divisor, num_tokens = divisor / scale, num_tokens / scale
+            num_sequences /= scale
         self.balance.begin(num_sequences=num_sequences, num_tokens=num_tokens)
         # The rate is a function of the step alone, so a resumed run needs no scheduler state.
         self.set_learning_rate(step)
@@ -162,18 +169,23 @@ class TrainStep:
             losses.append(self._forward_backward(batch, divisor, is_last=is_last))
         self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self.parameters)
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss)
         self.sum_over_groups([loss])
-        loss = loss / divisor
+        loss = loss / num_valid.clamp(min=1)
         self.balance.sum_loads(self.sum_over_groups)
         # The norm of offloaded parameters is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
         accepted = self.in_backward is not None or accept is None or accept(loss, grad_norm)
         has_targets = targets is None or targets.values()[0] > 0
         accepted = accepted and has_targets
+        if self.loss_scale is not None and not self.is_fake:
+            [norm] = AsyncScalars([grad_norm]).values()
+            accepted = self.loss_scale.update(norm) and accepted
         # Before the weights: replica groups may meet where the optimizer's step ends, and average the biases too.
         self.balance.finish(accepted=accepted)
         if accepted and self.in_backward is None:
