@@ -22,6 +22,7 @@ from tests.support.layouts import (
     Layout,
     fsdp,
     job_of,
+    largest,
     pp,
     text_batch,
     tp,
@@ -33,7 +34,7 @@ from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
-from titan.numerics.certify.steps import largest, micro_batches, record, whole
+from titan.numerics.certify.steps import micro_batches, record, whole
 from titan.parallel import build_mesh, initialize
 from titan.step import loss_scale
 from titan.step.loss_scale import LossScale

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.hf_families import families, overrides_of
 from tests.support.jobs import job
@@ -86,7 +87,11 @@ def loss_of_the_token_itself() -> None:
 
 def opposite_bias() -> None:
     choose = moe.Router.choose
-    moe.Router.choose = lambda self, scores, bias, *rest: choose(self, scores, -bias, *rest)
+
+    def opposite(self: moe.Router, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
+        return choose(self, scores_TE, -bias_E)
+
+    moe.Router.choose = opposite
 
 
 FAULTS: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
