@@ -4,7 +4,7 @@
     python scripts/bench/simulator.py auto llama3_8b:16 qwen3_30b_a3b:16 [--simulate 24] [--hardware h100-sxm] [--section.key=value ...]
     python scripts/bench/simulator.py spaces
 
-`time` starts each case as a process of its own, with an empty trace cache (cold) or the one it left (warm). CPU time and memory are
+`time` starts each case as a separate process, with an empty trace cache (cold) or the one it left (warm). CPU time and memory are
 those of all its processes together (Linux).
 
 `auto` compares the layout that `parallelism.layout = "auto"` chooses with the best of a full `titan plan`, of jobs in train_configs/.

@@ -1,4 +1,4 @@
-"""What the pieces share: results that are kept over several calls, and tables in pages."""
+"""Parts that all pieces use: results that are kept over several calls, and tables in pages."""
 
 from __future__ import annotations
 

@@ -144,5 +144,5 @@ def test_memory_waits_for_no_stream() -> None:
     sharding = Path(fsdp.__file__).parent
     assert "_common_utils.py" in callers(sharding)
     assert not callers(sharding / "_fully_shard")
-    # But for copies of activations to the host, which are no part of sharding.
+    # Copies of activations to the host are the exception. They are no part of sharding.
     assert callers(ROOT / "titan") | callers(ROOT / "models") == {"offload.py"}

@@ -214,7 +214,7 @@ def test_compiles_without_a_graph_break() -> None:
 
 
 def fla_reference(folder: str, name: str) -> Any:
-    """Return a reference of flash-linear-attention, plain torch in a file of its own: the package itself imports Triton."""
+    """Return a reference of flash-linear-attention, plain torch in a separate file: the package itself imports Triton."""
     if not (package := find_spec("fla")):
         pytest.skip("no flash-linear-attention: scripts/judges.sh installs its references")
     [place] = package.submodule_search_locations or []

@@ -257,7 +257,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_operations_on_a_cpu() -> None:
-    """Those of a step exist in float16, so that these tests need no accelerator."""
+    """The operations of a step exist in float16, so these tests need no accelerator."""
     q = torch.randn(1, 2, 8, 16).half()
     assert InnerAttention()(q, q, q, None).dtype == torch.float16
 

@@ -1,4 +1,4 @@
-"""What layouts promise and no loss shows: how many collectives a step has and in which dtype, and the memory of a rank that starts."""
+"""Promises of layouts that no loss shows: how many collectives a step has and in which dtype, and the memory of a rank that starts."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def save(folder: Path) -> dict[str, Tensor]:
 
 
 def test_torchs_own_converter_reads_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    """Of two ranks, weights and moments, into one file that `torch.load` reads without running code."""
+    """DCP converts weights and moments of two ranks into one file that `torch.load` reads without running code."""
     expected, _ = pool.run(2, save, tmp_path)
     step, file = tmp_path / "checkpoint" / "step-2", tmp_path / "converted.pt"
     dcp_to_torch_save(step, file)

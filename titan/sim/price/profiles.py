@@ -1,6 +1,6 @@
 """Hardware profiles: the figures that kernels and transfers are priced with, each with its source.
 
-A profile is a TOML file, by name in titan/sim/hardware/ or by its path. `base` names another profile whose figures it takes over; every figure that it
+A profile is a TOML file, by name in titan/sim/hardware/ or by its path. `base` names another profile whose figures it inherits; every figure that it
 states itself needs a line in [sources]. Peak rates and memory come from titan/base/hardware.toml, by
 `device`, unless the file states them.
 

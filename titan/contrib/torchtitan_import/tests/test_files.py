@@ -123,7 +123,7 @@ def alone(argv: list[str], ranks: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, list[Rows]]:
-    """What one process measures, by its commands: most entries share theirs."""
+    """Measurements of one process, by its commands: most entries share theirs."""
     return {}
 
 
