@@ -4,8 +4,10 @@ The other rows compare titan with titan. A model that titan reads wrongly would 
 
 titan's weights are saved as a folder, and transformers loads them into its own class with its own attention and experts. The class is
 built from the words of the job: a folder or a class, and overrides. Of titan's own families it is built from the config.json that titan
-writes. Both compute the same documents: titan packed into sequences, transformers each document alone. Gradients are saved and
-compared as folders are, so that they have transformers' names and shapes.
+writes. Both compute the same documents: titan packed into sequences, transformers each document alone. titan's gradients are saved as
+a folder, too, and loaded into transformers' class, so that they have its names and shapes.
+
+A family that is no causal language model of transformers has a `Judge` of its own, under an entry point judge.NAME.
 
 B batch, S sequence, T = S + 1, V vocabulary
 """
@@ -14,17 +16,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
@@ -32,6 +35,7 @@ from titan.checkpoint.state import model_state
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.layout import resolve_layout
+from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import JobConfig, LossSection
 from titan.config.task import task_module
 from titan.huggingface import hf_folders
@@ -55,13 +59,41 @@ _DRAWS, _ROUNDING = (
     0.1,
 )  # a difference between the two may be a token that goes to another expert
 _TERMS = ("sequence_balance", "global_balance", "router_z_loss")
+Pair = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Outputs of titan and of the other program, and the sum of the losses of each."""
 _NOT_OF_THE_MODEL = ("architectures", "dtype", "transformers_version", "quantization_config")
 
 
+class Judge(Protocol):
+    """Program that computes the same as a family of titan.
+
+    Attributes:
+        name: its name, in the first row of a certificate.
+    """
+
+    name: str
+
+    def knows(self, config: JobConfig) -> bool:
+        """Return whether it computes the model and the loss of a job."""
+        ...
+
+    def load(self, config: JobConfig, folder: Path) -> nn.Module:
+        """Return its model with the weights of a folder that titan wrote, in fp32.
+
+        Raises:
+            ValueError: tensors are missing, left over or of another shape.
+        """
+        ...
+
+    def pairs(self, step: TrainStep, theirs: Any) -> Iterable[Pair]:
+        """Compute batches with both models."""
+        ...
+
+
 def certify(certifier: Certifier) -> CertifiedLayout | None:
-    """Return the first row of a certificate, or None if transformers does not have the job's kind of model."""
+    """Return the first row of a certificate, or None if no judge knows the job's kind of model."""
     config = certifier.config
-    row = partial(CertifiedLayout, name="transformers", mesh="one process")
+    row = partial(CertifiedLayout, name=judge_of(config).name, mesh="one process")
     if (reason := _lacks(config)) is not None:
         return row(verdict="unknown", reason=reason) if reason else None
     if wrong := _differing_fields(config):
@@ -88,8 +120,18 @@ def certify(certifier: Certifier) -> CertifiedLayout | None:
     )
 
 
+def judge_of(config: JobConfig) -> Judge:
+    """Return the program that a job's model comes from: transformers, unless another one knows it."""
+    judges = load_plug_ins("titan.extensions", of="judge")
+    return next((judge for judge in judges if judge.knows(config)), Transformers())
+
+
 def _lacks(config: JobConfig) -> str | None:
-    """Return why transformers has no model of a job that it could have, "" if it has no such kind, and None if it has one."""
+    """Return why no program has the model of a job that it could have, "" if none has such a kind, and None if one has it."""
+    judge = judge_of(config)
+    if not isinstance(judge, Transformers):
+        absent = find_spec(judge.name) is None
+        return f"{judge.name} is not installed" if absent else None
     hooks, sizes = hooks_of(config.model.name), config.model.sizes
     if isinstance(sizes, TransformersConfig):
         code = "the model is Python code of its folder" if sizes.source.code else None
@@ -157,6 +199,8 @@ def small_job(certifier: Certifier) -> tuple[JobConfig, str]:
             left_out.append(f"without {', '.join(terms)}, which transformers does not have")
         keys["model.overrides"] = overrides
     flags = ("data.document_mask", "data.reset_positions")
+    if task_module(certifier.config) is not None:
+        return changed(certifier.small, keys | dict.fromkeys(flags, False)), ""
     small = changed(certifier.small, {**keys, **dict.fromkeys(flags, True)})
     try:
         check_to_run(small, world_size=1)
@@ -201,23 +245,22 @@ def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
     model.eval()  # without dropout
     initialize(model, seed=config.debug.seed, std_of=_std)
     _draw_biases(step)
+    judge = judge_of(config)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         _save(step, folder / "weights", {})
-        theirs = _load(config, folder / "weights")
-        found = _outputs(step, theirs)
+        theirs = judge.load(config, folder / "weights")
+        found = _outputs(judge.pairs(step, theirs))
         gradients = {
             f"model.{name}": torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in named_parameters(step)
         }
-        _save(step, folder / "ours", gradients)
-        for parameter in theirs.parameters():
-            zeros = torch.zeros_like(parameter)
-            parameter.data = zeros if parameter.grad is None else parameter.grad
-        theirs.save_pretrained(folder / "theirs")
-        ours, expected = (_tensors(folder / name) for name in ("ours", "theirs"))
-    if lost := sorted(ours.keys() ^ expected.keys()):
-        raise ValueError(f"gradients without a namesake: {', '.join(lost[:3])}")
+        _save(step, folder / "gradients", gradients)
+        ours = dict(judge.load(config, folder / "gradients").named_parameters())
+    expected = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in theirs.named_parameters()
+    }
     each = ratios([{"gradients": ours}], {"gradients": expected}, "gradients", LEAST)
     name = max(each, key=lambda name: each[name])
     return {**found, "gradients": each[name]}, name
@@ -242,13 +285,17 @@ def _save(step: TrainStep, folder: Path, changes: dict[str, Tensor]) -> None:
     hf_folders.save(folder, state, export, group=CheckpointGroup())
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+def _outputs(pairs: Iterable[Pair]) -> dict[str, float]:
+    """Return the differences of outputs and losses. Both models then have their gradients."""
+    away = size = ours_sum = theirs_sum = 0.0
+    for ours, theirs, loss, their_loss in pairs:
+        (loss + their_loss).backward()
+        ours_sum += loss.item()
+        theirs_sum += their_loss.item()
+        away += (ours - theirs).detach().square().sum().item()
+        size += theirs.detach().square().sum().item()
+    losses = abs(ours_sum - theirs_sum) / theirs_sum
+    return {"logits": math.sqrt(away / size), "losses": losses}
 
 
 def _load(config: JobConfig, folder: Path) -> Any:
@@ -281,29 +328,6 @@ def _batches(step: TrainStep) -> Iterator[Any]:
     yield task.batch_of_rows(rows_BT[:1, :3])
 
 
-def _outputs(step: TrainStep, theirs: Any) -> dict[str, float]:
-    """Return the differences of logits and losses. Both models then have their gradients."""
-    [model] = step.model_parts
-    away = size = ours_sum = theirs_sum = extra = 0.0
-    for batch in _batches(step):
-        local = step.to_local(batch)
-        logits_BSV = model(local.input, **local.inputs)
-        loss = step.loss_sum(logits_BSV, local.targets)
-        loss.backward()
-        ours_sum += loss.item()
-        for b, place, tokens_S, labels_S in _documents(batch):
-            expected_SV = theirs(input_ids=tokens_S[None], use_cache=False).logits[0]
-            options: Any = {"reduction": "sum", "ignore_index": IGNORED}
-            their_loss = F.cross_entropy(expected_SV.float(), labels_S, **options)
-            their_loss.backward()
-            theirs_sum += their_loss.item()
-            away += (logits_BSV[b, place] - expected_SV).detach().square().sum().item()
-            size += expected_SV.detach().square().sum().item()
-            extra = max(extra, _extra(theirs, tokens_S, expected_SV.detach()))
-    losses = max(abs(ours_sum - theirs_sum) / theirs_sum, extra)
-    return {"logits": math.sqrt(away / size), "losses": losses}
-
-
 @torch.no_grad()
 def _extra(theirs: Any, tokens_S: Tensor, logits_SV: Tensor) -> float:
     """Return what a class's own loss adds to the cross entropy of its logits, relative to it."""
@@ -324,3 +348,32 @@ def _documents(batch: Any) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
             place = slice(start, start + length)
             yield b, place, tokens_S[place], batch.labels_BS[b, place]
             start += length
+
+
+class Transformers:
+    """Judge of causal language models."""
+
+    name = "transformers"
+
+    def knows(self, config: JobConfig) -> bool:
+        return task_module(config) is None
+
+    def load(self, config: JobConfig, folder: Path) -> nn.Module:
+        return _load(config, folder)
+
+    def pairs(self, step: TrainStep, theirs: Any) -> Iterator[Pair]:
+        [model] = step.model_parts
+        for batch in _batches(step):
+            local = step.to_local(batch)
+            logits_BSV = model(local.input, **local.inputs)
+            ours, expected, losses = [], [], []
+            for b, place, tokens_S, labels_S in _documents(batch):
+                their_SV = theirs(input_ids=tokens_S[None], use_cache=False).logits[0].float()
+                options: Any = {"reduction": "sum", "ignore_index": IGNORED}
+                loss = F.cross_entropy(their_SV, labels_S, **options)
+                more = _extra(theirs, tokens_S, their_SV.detach())
+                losses.append(loss + more * loss.detach())
+                ours.append(logits_BSV[b, place])
+                expected.append(their_SV)
+            our_loss = step.loss_sum(logits_BSV, local.targets)
+            yield torch.cat(ours), torch.cat(expected), our_loss, torch.stack(losses).sum()

@@ -1,0 +1,66 @@
+"""First row of a certificate of Flux: diffusers' own FluxTransformer2DModel. Entry point `judge.flux` of `titan.extensions`.
+
+B batch, S patches, T context positions, C channels, A axes of a position
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.config.schema import JobConfig
+from titan.step.train_step import TrainStep
+
+from .config import FluxConfig
+from .flow_matching import FlowBatch
+
+
+class Diffusers:
+    """Judge of flow matching."""
+
+    name = "diffusers"
+
+    def knows(self, config: JobConfig) -> bool:
+        return isinstance(config.model.sizes, FluxConfig)
+
+    def load(self, config: JobConfig, folder: Path) -> nn.Module:
+        from diffusers import FluxTransformer2DModel
+
+        kind: Any = FluxTransformer2DModel
+        model, report = kind.from_pretrained(folder, output_loading_info=True)
+        if wrong := {what: names for what, names in report.items() if names}:
+            raise ValueError(f"{wrong}")
+        return model.eval()
+
+    def pairs(
+        self, step: TrainStep, theirs: Any
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        [model] = step.model_parts
+        for seed in (1, 2):
+            batch = step.task.random_batch(seed)
+            assert isinstance(batch, FlowBatch)
+            local = step.to_local(batch)
+            ours_BSC = model(local.input, **local.inputs)
+            time_B11 = batch.time_B[:, None, None]
+            noisy_BSC = batch.patches_BSC.lerp(batch.noise_BSC, time_B11)
+            expected_BSC = theirs(
+                hidden_states=noisy_BSC,
+                encoder_hidden_states=batch.context_BTC,
+                pooled_projections=batch.pooled_BC,
+                timestep=batch.time_B,
+                guidance=local.inputs.get("guidance_B"),
+                img_ids=batch.positions_BSA[0].float(),
+                txt_ids=torch.zeros(batch.context_BTC.shape[1], 3),
+            ).sample
+            velocity_BSC = batch.noise_BSC - batch.patches_BSC
+            their_loss = F.mse_loss(expected_BSC, velocity_BSC, reduction="sum")
+            loss = step.loss_sum(ours_BSC, local.targets)
+            yield ours_BSC, expected_BSC, loss, their_loss
+
+
+judge = Diffusers()
