@@ -268,3 +268,23 @@ def test_keys_of_another_titan_in_the_config_of_a_run(tmp_path: Path) -> None:
     job.write_text("[training]\nsteps = 7\n")
     with pytest.raises(ConfigError, match=r"training\.speed: unknown key"):
         load_config(job, overrides=["training.speed=1"])
+
+
+def test_paths_lie_beside_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file beside the job is found from any folder; what is not there stays a path of the working directory."""
+    for name in ("jobs/words/tokenizer.json", "jobs/a.txt", "other/a.txt", "here/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    sources = '[[data.sources]]\ntype = "text"\npath = "*.txt"\n'
+    keys = '[tokenizer]\npath = "words"\n[checkpoint]\ninitial_load_path = "gone"\n'
+    (job := tmp_path / "jobs/job.toml").write_text(keys + sources)
+    found = []
+    for folder in ("jobs", "here"):
+        monkeypatch.chdir(tmp_path / folder)
+        config = load_config(Path("../jobs/job.toml"), overrides=["model.hf_path=words"])
+        source: Any = config.data.sources[0]
+        loads = config.checkpoint.initial_load_path
+        found.append([config.tokenizer.path, source.path, loads, config.model.hf_path])
+    jobs = str(tmp_path / "jobs")
+    assert found[0] == ["words", "*.txt", "gone", "words"]
+    assert found[1] == [f"{jobs}/words", f"{jobs}/*.txt", "gone", "words"]

@@ -110,6 +110,7 @@ def write_status(
     reason: str = "",
     kind: str = "",
     rank: int = 0,
+    **facts: Any,
 ) -> None:
     """Write status.json: the state of the run, and its exit code (null while it runs). It raises no OSError.
 
@@ -124,11 +125,12 @@ def write_status(
         reason: cause of a failure, for people.
         kind: kind of a failure (titan/base/errors.py).
         rank: rank that noticed the failure.
+        **facts: more of a run that goes on, such as `seconds`, its account of time.
     """
     if step is None:
         step = _last_step(run_dir)
     # Only failures have a kind.
-    content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
+    content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason} | facts
     if kind:
         content |= {"kind": kind, "rank": rank}
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"

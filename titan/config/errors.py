@@ -7,12 +7,15 @@ written like `data.sources[0].path`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from math import isqrt
+from pathlib import Path
 from typing import Any
 
 from titan.base.failure import UserError
@@ -162,6 +165,25 @@ def did_you_mean(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> s
     """Return a hint to append to a message: the choice most like `word`, or nothing."""
     match = nearest(word, choices, cutoff=cutoff)
     return f"; did you mean '{match}'?" if match else ""
+
+
+@cache
+def _foreign_words() -> dict[str, str]:
+    file = Path(__file__).with_name("foreign_words.json")
+    hints: dict[str, list[str]] = json.loads(file.read_text(encoding="utf-8"))
+    return {word: hint for hint, words in hints.items() for word in words}
+
+
+def foreign(word: str) -> str:
+    """Return a hint to append to a message, if other frameworks have this key or option: what titan has in its place, or nothing.
+
+    Args:
+        word: the key, or the option with its dashes.
+    """
+    name = word.lstrip("-").lower().replace("-", "_")
+    known = _foreign_words()
+    hint = known.get(name) or (word.startswith("-") and known.get(f"--{name}"))
+    return f"; {hint}" if hint else ""
 
 
 def hub_fix(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -28,6 +29,7 @@ from .errors import (
     SourceMap,
     collect_problems,
     did_you_mean,
+    foreign,
     key_text,
     parent,
 )
@@ -88,6 +90,9 @@ def load_config(
     for path in (job, *overlays):
         with collect_problems(problems):
             data, lines = read_toml(Path(path))
+            folder = Path(path).parent
+            if folder.resolve() != Path.cwd() and not _is_in_run_folder(Path(path)):
+                data = _paths_beside(data, folder)
             locations = {
                 key_text(key_path): SourceLocation(str(path), line, key_text(key_path))
                 for key_path, line in lines.items()
@@ -124,6 +129,26 @@ def load_config(
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)
     return config
+
+
+def _paths_beside(value: Any, folder: Path, name: str = "") -> Any:
+    """Return a file's values with absolute paths for those that lie beside the file.
+
+    Args:
+        value: a table, or the value of a key in it.
+        folder: folder of the file.
+        name: the key.
+    """
+    if isinstance(value, dict):
+        return {key: _paths_beside(inner, folder, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_paths_beside(inner, folder, name) for inner in value]
+    if isinstance(value, str) and name.endswith("path"):
+        # Absolute paths and addresses are no patterns, and an empty one is none.
+        with suppress(NotImplementedError, ValueError, OSError, LookupError):
+            if any(folder.glob(value)):
+                return os.path.abspath(folder / value)
+    return value
 
 
 def _is_in_run_folder(job: Path) -> bool:
@@ -283,6 +308,8 @@ def _parse(
                 )
             else:
                 files.append(word)
+        elif key == "--job.config_file":  # TorchTitan's name for the job file
+            files.append(value or _take_value(key[2:], rest))
         # Only overrides have a dot. Other options belong to the command, which has already taken its own.
         elif not key.startswith("--") or "." not in key:
             hint = _option_hint(key, options)
@@ -308,7 +335,15 @@ def _take_value(key: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-_RANKS = ("--nproc", "--world-size", "--nproc-per-node", "--gpus", "--num-gpus", "--ranks")
+_RANKS = (
+    "--gpus-per-node",
+    "--nproc",
+    "--world-size",
+    "--nproc-per-node",
+    "--gpus",
+    "--num-gpus",
+    "--ranks",
+)
 
 
 def _option_hint(option: str, options: Sequence[str]) -> str:
@@ -320,10 +355,10 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
     if name in JobConfig.model_fields:
         return f"; did you mean --{name}.KEY=VALUE?"
     # One command starts the ranks. The others need only their number.
-    counts = [other for other in options if other in _RANKS]
+    counts = [other for other in _RANKS if other in options]
     if counts and f"--{name.replace('_', '-')}" in _RANKS:
         return f"; here {counts[0]} says how many ranks there are"
-    return did_you_mean(option, options)
+    return foreign(option) or did_you_mean(option, options)
 
 
 def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:

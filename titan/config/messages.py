@@ -13,7 +13,7 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import Problem, SourceMap, choose, did_you_mean, key_text, nearest
+from .errors import Problem, SourceMap, choose, did_you_mean, foreign, key_text, nearest
 from .keys import fields_at, models_at, sections_with
 from .toml import KeyPath, format_value
 
@@ -176,9 +176,9 @@ def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
     if len(path) == 1:
         is_table = isinstance(value[0] if isinstance(value, list) and value else value, dict)
         what = "unknown section" if is_table else "key outside any section"
-        hint = did_you_mean(name, here) if is_table else ""
+        hint = foreign(name) or (did_you_mean(name, here) if is_table else "")
     else:
-        what, hint = "unknown key", did_you_mean(name, here, cutoff=0.75)
+        what, hint = "unknown key", foreign(name) or did_you_mean(name, here, cutoff=0.75)
     if not hint and 0 < len(elsewhere) <= 3:
         hint = f"; did you mean {' or '.join(f'[{section}] {name}' for section in elsewhere)}?"
     if not hint and len(path) > 1:

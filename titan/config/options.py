@@ -81,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError in place of argparse's usage and exit."""
-        from .errors import did_you_mean
+        from .errors import did_you_mean, foreign
 
         named = re.fullmatch(r"argument (--[\w-]+)?\S*: (.*)", message, re.DOTALL)
         key, text = (named[1] or "", named[2]) if named else ("", message)
@@ -94,7 +94,8 @@ class CommandParser(argparse.ArgumentParser):
             text = f"{missing}: missing; `{self.prog} --help` explains"
         if unknown := text.partition("unrecognized arguments: ")[2]:
             key = unknown.split()[0]
-            text = f"unknown{did_you_mean(key, [*self._option_string_actions])}"
+            hint = foreign(key) or did_you_mean(key, [*self._option_string_actions])
+            text = f"unknown{hint}"
         raise mistake(key, text)
 
 

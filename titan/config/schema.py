@@ -127,8 +127,9 @@ class MuonSection(AdamOptions):
     """Orthogonalize a mixture of gradient and momentum (Nesterov), not the momentum alone."""
     ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
     """Iterations of Newton-Schulz. Fewer are faster and less exact."""
-    ns_dtype: DType = "bfloat16"
-    """Precision of Newton-Schulz, and of the shards that ranks exchange for it."""
+    ns_dtype: DType | None = None
+    """Precision of Newton-Schulz, and of the shards that ranks exchange for it. Default: bfloat16, and float32 on CPUs, where bfloat16
+    takes 20 times as long."""
 
 
 class LRSchedulerSection(Section):

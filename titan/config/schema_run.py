@@ -385,7 +385,8 @@ class TokenizerSection(Section):
     "bytes" needs no file: one token for each byte. "tiktoken" reads a rank file (Llama 3's
     tokenizer.model). "huggingface" reads a tokenizer.json."""
     path: Annotated[str, TOKENIZER_FILE] = ""
-    """The tokenizer's file, or its folder. Empty: model.hf_assets_path."""
+    """The tokenizer's file, or its folder, as all paths of inputs beside the job file or in the working directory. Empty:
+    model.hf_assets_path."""
     chat_template: Annotated[str, TOKENIZER_FILE] = ""
     """Jinja file that makes conversations text. The run folder and exported folders get a copy.
     Empty: the tokenizer's own (chat_template.jinja or tokenizer_config.json)."""

@@ -125,6 +125,10 @@ def _nearest_files(path: Path) -> str:
         known = {p.name: str(p) for p in sorted(Path("train_configs").glob("*.toml"))} | beside
     except (OSError, ValueError):
         return ""
+    folders = (parent / "train_configs" for parent in Path(__file__).parents[1:3])
+    file = f"{path.stem}.toml"
+    if file not in known and any((folder / file).is_file() for folder in folders):
+        return f"; titan brings this job: titan config --list {path.stem} --output {file}"
     if match := nearest(path.name, known):
         return f"; did you mean '{known[match]}'?"
     return f"; there are {', '.join((beside or known).values())}" if known else ""

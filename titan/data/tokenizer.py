@@ -285,7 +285,7 @@ def _rank_line(line: bytes, *, where: str) -> tuple[bytes, int]:
         if len(parts) == 2 and parts[1].isdigit() and line.isascii():  # as in Whisper's files
             why = f"'{printable(parts[0].decode(), 40)}' is not base64, so a rank has no token"
         elif line[:1] in (b"{", b"["):
-            why = "this is JSON, not ranks"
+            why = "this is JSON or TOML, not ranks"
         raise DataError(
             f"tokenizer {where}: {why}; use the model's tokenizer.json instead"
         ) from error

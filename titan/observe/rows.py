@@ -60,11 +60,13 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def with_groups(paths: Iterable[Path]) -> list[Path]:
-    """Return run folders. The folders of replica groups take the place of their run's folder."""
+    """Return run folders. Replica groups take the place of their run's folder, and runs that of a folder that is no run."""
     found: list[Path] = []
     for path in paths:
         groups = [file.parent for file in path.glob("group-[0-9]*/status.json")]
-        found += sorted(groups, key=lambda group: int(group.name[6:])) or [path]
+        is_run = (path / "config.toml").exists() or (path / "status.json").exists()
+        runs = [] if is_run else sorted(file.parent for file in path.glob("*/status.json"))
+        found += sorted(groups, key=lambda group: int(group.name[6:])) or runs or [path]
     return found
 
 

@@ -145,6 +145,15 @@ class EventLog:
         self._account(spent)
         return goodput(self.seconds)
 
+    def account(self, spent: Mapping[str, float]) -> Seconds:
+        """Return the seconds of each part of the run's time up to now.
+
+        Args:
+            spent: as in `share`.
+        """
+        self._account(spent)
+        return {part: round(s, 3) for part, s in self.seconds.items()}
+
     def write(
         self, event: str, *, step: int, spent: Mapping[str, float] | None = None, **facts: Any
     ) -> None:
@@ -158,10 +167,10 @@ class EventLog:
         """
         if not self.is_on:
             return
-        self._account(self._spent if spent is None else spent)
+        spent = self._spent if spent is None else spent
         row = {"event": event, "unix_s": round(self.clock(), 3), "step": step, **facts}
         row |= {"restarts": self.restarts, "lost_steps": self.lost_steps}
-        row["seconds"] = {part: round(s, 3) for part, s in self.seconds.items()}
+        row["seconds"] = self.account(spent)
         self._rows.append(row)
         self._files.append(EVENTS, json.dumps(row) + "\n")
 

@@ -127,7 +127,9 @@ class RunProgress:
     def write_status(self) -> None:
         """Write how far the run is to status.json."""
         if self.rank == 0:
-            write_status(self.run_dir, state="running", step=self.step, reason=self.decision)
+            account = self.events.account(self.timer.total_s if self.is_started else {})
+            facts = {"step": self.step, "reason": self.decision, "seconds": account}
+            write_status(self.run_dir, state="running", **facts)
             run_files(self.run_dir).flush()  # what could not be written before
 
     def advance(self, step: int, *, tokens: int) -> None:

@@ -44,10 +44,9 @@ def main(argv: list[str] | None = None) -> int:
             return code
     # Not `required` in argparse, since an extension may need neither.
     swept = any(text.startswith("world_size=") for text in options.sweep)
-    if (options.world_size is None and not swept) or options.hardware is None:
-        raise mistake(
-            "", "--world-size and --hardware are missing; `titan sim --help` explains"
-        )
+    values = {"--world-size": options.world_size or swept, "--hardware": options.hardware}
+    if missing := [name for name, value in values.items() if not value]:
+        raise mistake(", ".join(missing), "missing; `titan sim --help` explains")
     return _sweep(options, job) if options.sweep else _simulate(options, job)
 
 

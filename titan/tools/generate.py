@@ -109,6 +109,9 @@ def _check(args: argparse.Namespace) -> torch.device:
         for name in ("max-new-tokens", "temperature", "top-k", "top-p")
         if not 0 <= (value := getattr(args, name.replace("-", "_"))) < math.inf
     ]
+    if args.top_p > 1:
+        share = f"a share of the probability, 0 to 1, got {args.top_p:g}; --top-k takes a number of tokens"
+        problems.append(Problem(COMMAND_LINE, 0, "--top-p", share))
     ignored = {
         "--prompt": args.prompt and (args.prompts or args.interactive),
         "--chat": args.chat and (args.prompts or args.interactive or args.image),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError
-from titan.config.options import command_parser
+from titan.config.options import command_parser, mistake
 from titan.observe.rows import Row, number, read_rows, with_groups
 from titan.observe.sinks import require
 
@@ -45,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--output", metavar="FILE.png", type=Path, help="default: curves.png in the first run")
     add("--x", choices=("step", "tokens", "time"), default="step", help="horizontal axis")
     arguments = parser.parse_args(argv)
+    kind = arguments.output.suffix.lower() if arguments.output else ".png"
+    if kind not in (".png", ".pdf", ".svg"):
+        raise mistake("--output", f"{arguments.output}: end it in .png, .pdf or .svg")
     require("matplotlib", extra="plot", asked_by="titan plot")
     folders = with_groups(arguments.runs)
     files = [run if run.is_file() else run / "metrics.jsonl" for run in folders]
@@ -232,4 +235,4 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     grey = [Line2D([], [], color="grey", **style, label=text) for text, style in styles.items()]
     upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey], frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, format="png")
+    figure.savefig(output, format=output.suffix[1:].lower() or "png")

@@ -31,8 +31,16 @@ from titan.checkpoint.saved_model import (
 )
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
+from titan.config.errors import did_you_mean, foreign
 from titan.config.layout import Layout
-from titan.config.options import TRUST_OPTION, command_parser, positive, put_json
+from titan.config.options import (
+    TRUST_OPTION,
+    command_parser,
+    known_options,
+    mistake,
+    positive,
+    put_json,
+)
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -102,6 +110,10 @@ def parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     add("--trust-remote-code", **TRUST_OPTION)
     parser.add_json()
     args, overrides = parser.parse_known_args(argv)
+    for word in overrides:
+        if "." not in word.partition("=")[0] or not word.startswith("--"):
+            hint = foreign(word) or did_you_mean(word, known_options(parser))
+            raise mistake(word, f"unknown option{hint}")
     return args, [override.removeprefix("--") for override in overrides]
 
 

@@ -214,15 +214,17 @@ def build_muon(
     others = build_adam(section, rest, lr=adam_lr, seed=seed, backend=backend)
     if not in_blocks:  # a pipeline stage of the embedding alone
         return others
+    matrices = list(in_blocks.values())
+    fastest = "float32" if matrices[0].device.type == "cpu" else "bfloat16"
     return Muon(
-        list(in_blocks.values()),
+        matrices,
         others=others,
         lr=section.lr,
         weight_decay=section.weight_decay,
         momentum=section.momentum,
         nesterov=section.nesterov,
         ns_steps=section.ns_steps,
-        ns_dtype=getattr(torch, section.ns_dtype),
+        ns_dtype=getattr(torch, section.ns_dtype or fastest),
         seeds=RoundingSeeds(in_blocks, seed=seed) if section.stochastic_rounding else None,
     )
 

@@ -121,9 +121,12 @@ class RunReader:
         evaluated = (key for row in shown for key in row if key.startswith("eval/"))
         self._tasks = list(islice(dict.fromkeys([*self._tasks, *evaluated]), _MAX_KEYS))
         status = self._small("status.json", json.loads)
-        # Each event has the account of time up to it, so the newest event has the whole account.
         account = self.events.rows[-1] if self.events.rows else {}
-        seconds = account.get("seconds", {})
+        # Events and status have the account of time up to them, and the newest is the longest.
+        accounts = [
+            row["seconds"] for row in (status, account) if is_account(row.get("seconds"))
+        ]
+        seconds = max(accounts, key=lambda parts: sum(parts.values()), default={})
         return {
             "name": self.name,
             "generation": self.metrics.tail.generation,
@@ -142,7 +145,7 @@ class RunReader:
             "events": [
                 {k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows
             ],
-            "seconds": seconds if isinstance(seconds, dict) else {},
+            "seconds": seconds,
             "restarts": account.get("restarts"),
             "lost_steps": account.get("lost_steps"),
             "problems": self._problems,
@@ -264,6 +267,11 @@ class EventFile(LineFile):
         if event in ("drift", "drift_over"):
             text = row.get("text")
             self.drift = text if event == "drift" and isinstance(text, str) else ""
+
+
+def is_account(seconds: object) -> bool:
+    """Return whether a value from a file is the account of a run's time: a number of seconds for each part."""
+    return isinstance(seconds, dict) and None not in map(number, seconds.values())
 
 
 def scalars(row: Row, *, nested: bool = False) -> Row:
