@@ -157,7 +157,10 @@ def train(argv: list[str]) -> int:
         known = [f"--{name.replace('_', '-')}" for name in vars(options)]
         num_processes = options.nproc or max(1, count_accelerators())
         choice = None
-        if leaves_layout_open(job):  # other jobs import no simulator
+        is_open = leaves_layout_open(job)
+        if options.new_layout and not is_open:
+            print('--new-layout: not used, since the layout is not "auto"', file=sys.stderr)
+        if is_open:  # other jobs import no simulator
             missing = (
                 '"auto" needs titan/sim, which is not installed; use "fixed" and the degrees'
             )

@@ -89,7 +89,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "titan.numerics.diff.audit:main",
     ),
     "swap": (
-        "prove that a run may go on as another job: another torch, layout or precision; and hand it over",
+        "check that a run can continue with another torch, layout or precision, and continue it",
         "titan.numerics.swap.command:main",
     ),
 }

@@ -277,7 +277,7 @@ def test_paths_lie_beside_the_job_file(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / name).touch()
     sources = '[[data.sources]]\ntype = "text"\npath = "*.txt"\n'
     keys = '[tokenizer]\npath = "words"\n[checkpoint]\ninitial_load_path = "gone"\n'
-    (job := tmp_path / "jobs/job.toml").write_text(keys + sources)
+    (tmp_path / "jobs/job.toml").write_text(keys + sources)
     found = []
     for folder in ("jobs", "here"):
         monkeypatch.chdir(tmp_path / folder)

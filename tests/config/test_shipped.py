@@ -60,7 +60,7 @@ def test_two_commands_train_on_own_text(
     for words, expected in (
         (["none"], "no *.txt"),
         (["text.txt", "--vocab=99"], "99 is below 258"),
-        (["text.txt", "--vocab=99999"], "text (1 file): too short for a vocabulary of 99,999"),
+        (["text.txt", "--vocab=99999"], "text (1 file): this text supports at most"),
     ):
         assert main([*init, *words]) == 2 and not Path("run.toml").exists()
         said = capsys.readouterr().err

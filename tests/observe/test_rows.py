@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan.observe import rows as module
-from titan.observe.rows import cut_after, read_rows
+from titan.observe.rows import cut_after, read_rows, with_groups
 from titan.tools import row_files
 from titan.tools.row_files import RowFile, Tail
 
@@ -135,3 +135,11 @@ def test_what_is_no_regular_file(path: Path) -> None:
     assert "not a regular file" in rows.problem and rows.thin.rows() == []
     with pytest.raises(OSError, match="not a regular file"):
         cut_after(path, step=3)
+
+
+def test_runs_and_groups_take_the_place_of_a_folder(tmp_path: Path) -> None:
+    for name in ("a", "b", "c/group-10", "c/group-9", "b/inner"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "status.json").touch()
+    for folder, runs in (("", "a b"), ("b", "b"), ("c", "c/group-9 c/group-10"), ("x", "x")):
+        assert with_groups([tmp_path / folder]) == [tmp_path / run for run in runs.split()]

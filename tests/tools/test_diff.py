@@ -222,7 +222,7 @@ def test_empty_chunks_are_no_equal_parts() -> None:
         (lambda sums: [[0.0] * 8 for _ in sums], {}, "it is zero"),
         (lambda sums: [[math.nan] * 8 for _ in sums], {}, "it is not finite"),
         (lambda sums: [[*row[:6], 9 * row[6], row[7]] for row in sums], {}, "only the parts 7 of 8"),
-        (lambda sums: [[x + 1e-3 * (-1) ** n for n, x in enumerate(row)] for row in sums], {}, "differs by little"),
+        (lambda sums: [[x + 1e-3 * (-1) ** n for n, x in enumerate(row)] for row in sums], {}, "a small difference"),
         (lambda sums: [[x + 0.3 * (-1) ** n for n, x in enumerate(row)] for row in sums], {}, "part of its values"),
     ],
 )  # fmt: skip

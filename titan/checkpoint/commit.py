@@ -1,6 +1,6 @@
 """Writer of one checkpoint, which is complete or does not exist.
 
-    .saving-N/            no reader takes this name for a step
+    .saving-N/            readers ignore this folder
       __0_0.distcp ...    each rank writes, hashes and fsyncs its tensors
       .metadata           rank 0: DCP's index of tensors, so that plain DCP loads the step
       tensors.json        rank 0: the same index as JSON, which titan reads

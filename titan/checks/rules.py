@@ -229,6 +229,15 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
             'with "bfloat16", which "auto" means there'
         )
         warnings["training.mixed_precision_param"] = message
+    written = config.source_map.locations
+    if "metrics.wandb_project" in written and not config.metrics.enable_wandb:
+        warnings["metrics.wandb_project"] = "not used, since metrics.enable_wandb is false"
+    if config.optimizer.lr > 1:
+        warnings["optimizer.lr"] = (
+            f"{config.optimizer.lr:g} is large: most runs have 1e-5 to 0.1"
+        )
+    if not written and config.source_map.line:
+        warnings[""] = "sets no key: titan trains its debug model on Python's own library"
     return [str(config.source_map.problem(*warning)) for warning in warnings.items()]
 
 

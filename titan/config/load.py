@@ -147,7 +147,7 @@ def _paths_beside(value: Any, folder: Path, name: str = "") -> Any:
         # Absolute paths and addresses are no patterns, and an empty one is none.
         with suppress(NotImplementedError, ValueError, OSError, LookupError):
             if any(folder.glob(value)):
-                return os.path.abspath(folder / value)
+                return str(folder.resolve() / value)
     return value
 
 

@@ -223,7 +223,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         )
     if gpus := facts.get("on_gpus"):
         what = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
-        memory.append(f"    counted as for this machine's CPU; on GPUs {what}: --hardware H")
+        memory.append(f"    for this CPU. For a GPU add --hardware, such as h100-sxm: {what}")
     # The step above belongs to the first phase.
     phases = [f"{p['about']}; {p['memory_gib']:.1f} GiB" for p in facts["phases"]]
     phases = [f"         {line}" for line in phases] * (len(phases) > 1)

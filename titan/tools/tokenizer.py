@@ -98,7 +98,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path, exact: bool = 
     size = tokenizer.get_vocab_size()
     if exact and size < vocab_size:
         raise DataError(
-            f"{documents.name}: too short for a vocabulary of {vocab_size:,}: it has {size:,} tokens at most; add text, or ask for fewer (--vocab-size, titan init --vocab)"
+            f"{documents.name}: this text supports at most {size:,} tokens, not {vocab_size:,}; add text, or use titan init --vocab (titan tokenizer --vocab-size) with fewer"
         )
     output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(file))

@@ -12,6 +12,7 @@ from zlib import crc32
 
 from titan.base.run_folder import read_status
 from titan.base.untrusted import InputError, read_json
+from titan.config.keys import sections_with
 from titan.config.options import mistake
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -83,7 +84,9 @@ def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
         known += [value.strip() for value in found]
         problem = ""
         if not equals or not found or not re.fullmatch(r"[\w-]+(\.[\w-]+)+", key):
-            problem = "expected a key and its values, such as optimizer.lr=1e-3,3e-3"
+            section = next(iter(sections_with(key)), "optimizer")
+            like = f"{section}.{key if sections_with(key) else 'lr'}"
+            problem = f"expected a key and its values, such as {like}=1e-3,3e-3"
         elif ",".join(found) != values:
             problem = "a value is empty, or a bracket, brace or quote has no partner; quote such a value"
         elif key in _OURS:

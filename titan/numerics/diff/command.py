@@ -35,7 +35,7 @@ from titan.numerics.recorded import RecordedStep, read_steps
 _SHOWN = 8
 _ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more
 _OTHER = {"a": "b", "b": "a"}
-ROUNDED = " with one rounding more in each output"
+ROUNDED = " again with rounding noise, to measure what is normal"
 # Records that a repeated run need not write.
 RECORDS = ("metrics.enable_tensorboard", "metrics.enable_wandb", "profiling.enable_profiling")
 _OFF = ("validation.enable", *RECORDS)

@@ -319,9 +319,7 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
         parts = ", ".join(str(filled.index(n) + 1) for n in bad)
         return f"only the parts {parts} of {len(filled)} along its first dimension differ"
     if is_small:
-        return (
-            "it differs by little: another precision or constant, or few values are other ones"
-        )
+        return "a small difference: another precision or constant, or only a few values differ"
     if abs(factor - 1) < _CLOSE:
         return "part of its values are other ones"
     return f"it is {factor:.2g} times the reference, plus other values"

@@ -130,7 +130,7 @@ def _parse(
         fault = "is for --preflight, which names the nodes to leave out; add that"
         raise mistake("--spare-nodes", fault)
     if bool(options.nodes) == bool(options.world_size):
-        raise mistake("--nodes", "give it, or --world-size, and not both")
+        raise mistake("--nodes", "give either --nodes or --world-size")
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node = options.ranks_per_node or options.gpus_per_node or 1
     if options.world_size:
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
             choice.write(config)
     except OSError as error:
         raise mistake("--output", str(error)) from None
-    if options.output is None:
+    if options.output is None and not options.submit:
         print(text, end="", flush=True)
     commands = [["sbatch", str(path)]]
     for extension in extensions:

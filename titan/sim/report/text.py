@@ -259,7 +259,7 @@ def _time(facts: Facts) -> Iterator[str]:
     waits = {kind: s for kind, s in comm["waiting_s"].items() if s > _SMALL * total}
     if waits:
         parts = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in waits.items())
-        yield f"    waits for slower or busier ranks (mean over ranks; part of the times above): {parts}"
+        yield f"    of the times above, waiting for other ranks: {parts}"
     if len(facts["per_rank"]) > 1:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"
@@ -276,7 +276,7 @@ def _rests_on(interval: Facts) -> Iterator[str]:
         for name in shown
     ]
     if rows:
-        yield "  what the time rests on, and published runs that it was compared with"
+        yield "  how each part was priced, and the published runs that check it"
         yield from (f"    {line}" for line in columns(rows, left=(0, 3)))
 
 

@@ -62,7 +62,8 @@ def test_equals_torch_s_muon(nesterov: bool) -> None:
     }
     vector = nn.Parameter(torch.ones(8))
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
-    section = MuonSection(lr=0.01, nesterov=nesterov, weight_decay=0.1)
+    keys = {"nesterov": nesterov, "ns_dtype": "bfloat16"}
+    section = MuonSection(lr=0.01, weight_decay=0.1, **keys)
     optimizer = build_optimizer(section, [*ours.items(), ("norm.weight", vector)])
     reference = torch.optim.Muon(
         theirs.values(),
@@ -125,7 +126,7 @@ def test_goes_on_from_a_state_dict() -> None:
     for resumed in (False, True):
         parameters = [nn.Parameter(torch.ones(shape)) for shape in ((8, 8), (32, 8))]
         named = list(zip(("layers.0.w.weight", "output.weight"), parameters, strict=True))
-        section = MuonSection(lr=0.02, ns_dtype="float32")
+        section = MuonSection(lr=0.02)
         optimizer = build_optimizer(section, named)
         for step in range(6):
             if resumed and step == 3:
@@ -207,7 +208,7 @@ def shares(kinds: list[tuple[int, int]]) -> int:
         for shape in kinds
     }
     named["norm.weight"] = nn.Parameter(torch.ones(4))
-    optimizer = build_optimizer(MuonSection(ns_dtype="float32"), named.items())
+    optimizer = build_optimizer(MuonSection(), named.items())
     for p in named.values():
         p.grad = torch.ones_like(p)
     done: list[int] = []
@@ -250,7 +251,7 @@ def update_twice(sharded: bool) -> dict[str, Tensor]:
         fully_shard(model, mesh=mesh["dp_shard"])
     named = [(f"layers.{n}", p) for n, p in model.named_parameters()]
     rest = ("norm.weight", nn.Parameter(torch.ones(4)))
-    optimizer = build_optimizer(MuonSection(ns_dtype="float32", lr=0.1), [*named, rest])
+    optimizer = build_optimizer(MuonSection(lr=0.1), [*named, rest])
     for _ in range(2):
         for _, p in named:
             p.grad = p.detach().clone().pow_(3)  # of the weight, so it is laid out like it

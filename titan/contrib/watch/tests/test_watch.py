@@ -122,6 +122,18 @@ def test_a_poll_says_what_the_folder_holds(get: Get) -> None:
     assert run["status"]["state"] == "failed" and len(run["events"]) == 4
 
 
+def test_the_account_of_time_is_the_newest(get: Get, run_dir: Path) -> None:
+    """While a run trains, status.json has it: the newest event may be hours old."""
+    for seconds, newest in (
+        ({"trained": 9.0}, 9.0),
+        ({"trained": 1.0}, 3.0),
+        ({"x": "y"}, 3.0),
+    ):
+        lines(run_dir / "status.json", {"state": "running", "seconds": seconds})
+        os.utime(run_dir / "status.json", (newest, sum(map(len, seconds)) + newest))
+        assert poll(get)["seconds"]["trained"] == newest
+
+
 def test_a_drift_is_shown_until_it_is_over(get: Get, run_dir: Path) -> None:
     drift = {"event": "drift", "unix_s": 5.0, "step": 3, "part": "link", "text": HOSTILE}
     with (run_dir / "events.jsonl").open("a") as file:
