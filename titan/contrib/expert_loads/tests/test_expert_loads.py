@@ -16,7 +16,7 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import MetricsSection
 from titan.observe.metrics import MetricsLog
-from titan.run.experts import ExpertLoads, load_figures
+from titan.contrib.expert_loads.loads import ExpertLoads, load_figures
 
 DEGREES = {
     "dp": "data_parallel_shard_degree",

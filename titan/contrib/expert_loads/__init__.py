@@ -1,0 +1,1 @@
+"""Load of experts: columns of the metrics, and the table experts.json."""
