@@ -126,5 +126,5 @@ def test_order_of_hooks(folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     names = result.stdout.splitlines()[-1]
     assert names.startswith("['Eager', 'StepLimit'") and names.endswith(
-        "'ExpertLoads', 'Checkpointing', 'Metrics']"
+        "'Checkpointing', 'Metrics']"
     )

@@ -355,9 +355,10 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
     if name in JobConfig.model_fields:
         return f"; did you mean --{name}.KEY=VALUE?"
     # One command starts the ranks. The others need only their number.
-    counts = [other for other in _RANKS if other in options]
+    counts = [other for other in options if other in _RANKS]
     if counts and f"--{name.replace('_', '-')}" in _RANKS:
-        return f"; here {counts[0]} says how many ranks there are"
+        of_node = "--gpus-per-node"  # beside --nodes
+        return f"; here {of_node if of_node in options else counts[0]} says how many ranks there are"
     return foreign(option) or did_you_mean(option, options)
 
 
