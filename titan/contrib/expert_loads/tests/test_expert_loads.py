@@ -15,8 +15,8 @@ from tests.support.metrics import read_json_lines, step_row
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import MetricsSection
-from titan.observe.metrics import MetricsLog
 from titan.contrib.expert_loads.loads import ExpertLoads, load_figures
+from titan.observe.metrics import MetricsLog
 
 DEGREES = {
     "dp": "data_parallel_shard_degree",
