@@ -451,10 +451,11 @@ def test_a_check_without_hardware_says_what_it_counted(
     printed = capsys.readouterr().out
     assert "in float32, by formula" in printed
     assert (
-        f"as for this machine's CPU; on GPUs {gib:.1f} GiB in bfloat16: --hardware H" in printed
+        f"for this CPU. For a GPU add --hardware, such as h100-sxm: {gib:.1f} GiB in bfloat16"
+        in printed
     )
     assert cli.main([*argv, "--hardware", "h100-sxm", "--formula"]) == 0
-    assert "this machine's CPU" not in capsys.readouterr().out
+    assert "for this CPU" not in capsys.readouterr().out
 
 
 def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
