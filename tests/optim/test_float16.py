@@ -85,7 +85,10 @@ def plain_steps(scale: float) -> dict[str, Any]:
     ]
     section = config.optimizer
     betas = (section.beta1, section.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps)
+    # As titan does: torch 2.11 rounds its two programs for CPUs differently.
+    optimizer = torch.optim.AdamW(
+        groups, lr=section.lr, betas=betas, eps=section.eps, fused=True
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     step = build_step(config, build_mesh("cpu"))  # for its learning rates alone
     losses, norms, scales = [], [], []
