@@ -91,10 +91,10 @@ def verdict(architecture: str, fields: Fields, pool: Any) -> str:
         if sizes is None:
             return f"refused: {problems[0][1]}"
         certifier = Certifier(config, resolve_layout(config, 1))
+        certifier.pool = pool
+        row = certifier.certify_source()
     except (ConfigError, ValueError) as error:
         return f"refused: {' '.join(str(error).split())[:200]}"
-    certifier.pool = pool
-    row = certifier.certify_source()
     if row.verdict == "equal":
         return f"{max(row.differences.values()):.1e}"
     return f"{'DIFFERS' if row.verdict == 'differs' else row.verdict}: {row}"
