@@ -3,7 +3,7 @@
 titan.json in each step describes the job that saved it (`read_metadata`). Three answers follow from the comparison:
 
     another model, or another tokenizer     refused: it would misuse weights of the same shapes
-    other settings                          reported
+    other settings                          reported, but for those of free_keys.toml
     other data under the same tokenizer     reported
 
     "model": {"model.name": "llama3", "model.overrides.dim": 64, ..., "task.name": "next_token"}
@@ -32,7 +32,6 @@ from titan.checkpoint.storage import Location, as_location, join, read_file
 from titan.config import schema as s
 from titan.config.errors import ConfigError, key_text
 from titan.config.plug_ins import load_plug_ins
-from titan.config.render import to_toml
 from titan.config.schema import JobConfig, streams
 from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
 from titan.config.toml import KeyPath, format_value, tomllib
@@ -43,21 +42,11 @@ from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_files import FOLDER, tokenizer_files
 
 K = TypeVar("K")
-# Settings that decide which samples follow and how they are used. Layouts and limits may change at a resume.
-_SECTIONS = ("task", "tokenizer", "optimizer", "lr_scheduler", "data", "phase")
-_KEYS = {
-    ("debug", "seed"),
-    ("loss", "name"),
-    ("model", "converters"),
-    ("model", "freeze"),
-    ("training", "dtype"),
-    *(("training", key) for key in ("dataset", "dataset_path", "seq_len", "steps")),
-}
-# Settings of these sections that change no result: how the update is computed, and where tokens are kept.
-_HARMLESS = {
-    ("optimizer", "implementation"),
-    ("optimizer", "early_step_in_backward"),
-    ("data", "cache_folder"),
+# Keys that may differ, with the reason and the kind of each group.
+_FREE = {
+    name: group["kind"]
+    for group in tomllib.loads(Path(__file__).with_name("free_keys.toml").read_text("utf-8"))["keys"]
+    for name in group["names"]
 }
 # Sizes that weigh terms of the loss or set the initial weights. They do not change what a model computes.
 _OF_TRAINING = {
@@ -123,18 +112,53 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any, Any]]:
-    """Return the old and the new value of each key that differs. A key that only one of the two has is not a change.
+    """Return the old and the new value of each fact that differs. A fact that only one of the two has is not a change.
 
-    Another version of titan wrote it, or it was not set.
+    Another version of titan wrote it.
     """
-    return {k: (before[k], new) for k, new in now.items() if k in before and before[k] != new}
+    return {key: values for key, values in differing(before, now).items() if key in before and key in now}
 
 
-def _lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
-    return [
-        f"{key}: {format_value(old)} -> {format_value(new)}"
-        for key, (old, new) in changes.items()
-    ]
+def differing(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any, Any]]:
+    """Return the old and the new value of each key that differs, None where one of the two has no such key."""
+    pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
+def change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Return each change as `key: old -> new`."""
+    return [f"{key}: {' -> '.join(map(_or_unset, values))}" for key, values in changes.items()]
+
+
+def _or_unset(value: Any) -> str:
+    return "not set" if value is None else format_value(value)
+
+
+def freedom(key: str) -> str:
+    """Return the kind of a key in free_keys.toml, "" for a key that may not differ."""
+    while key and key not in _FREE:
+        key = key.rpartition(".")[0]
+    return _FREE.get(key, "")
+
+
+def settings(config: JobConfig) -> dict[str, Any]:
+    """Return every setting of a job by its key, defaults included."""
+    return {key_text(path): value for path, value in leaves(config.whole.model_dump(mode="json"))}
+
+
+def saved_settings(text: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a job in TOML.
+
+    Args:
+        text: the resolved job. Keys that its titan did not know have their defaults.
+        now: settings that stand in for unknown ones: all of them if there is no text, those that the text lacks if another titan wrote keys
+            that this one does not have.
+    """
+    tables = tomllib.loads(text)
+    try:
+        return settings(JobConfig.model_validate(tables)) if tables else now
+    except (ConfigError, ValueError):
+        return {**now, **{key_text(path): value for path, value in leaves(tables)}}
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -148,28 +172,23 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def changed_settings(
     saved: str, config: JobConfig, *, sequences: tuple[int | None, int]
-) -> list[str]:
-    """Return `key: old -> new` for each setting that differs.
+) -> dict[str, tuple[Any, Any]]:
+    """Return the old and the new value of each setting that differs and is not free.
 
     Args:
         saved: the checkpoint's resolved config, as TOML.
         config: the run's config.
         sequences: sequences in a step, then (None if unknown) and now. Their distribution over ranks does not matter.
     """
-    # Compare resolved TOML, which has every default.
-    before, now = (dict(leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
-    watched = {path for path in now if path[0] in _SECTIONS or path in _KEYS} - _HARMLESS
+    now = settings(config)
+    found = differing(saved_settings(saved, now), now)
+    found = {key: values for key, values in found.items() if freedom(key) in ("", "format")}
     if config.lr_scheduler.total_steps:
-        watched -= {("training", "steps")}  # the schedule does not depend on them
-    found = {
-        key_text(path): values
-        for path, values in _changes(before, now).items()
-        if path in watched
-    }
+        found.pop("training.steps", None)  # the schedule does not depend on them
     # The keys may differ if ranks and accumulation make up for it, so compare the resulting number of sequences.
     if sequences[0] not in (None, sequences[1]):
         found["training.global_batch_size"] = sequences
-    return _lines(found)
+    return found
 
 
 def job_facts(config: JobConfig) -> dict[str, Any]:
@@ -244,7 +263,7 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
     if not changes:
         return
     key, (old, new) = next(iter(changes.items()))
-    others = _lines(changes)[1:]
+    others = change_lines(changes)[1:]
     rest = f" (also {'; '.join(others[:4])}{', ...' * (len(others) > 4)})" if others else ""
     message = (
         f"{format_value(new)}, but {path} was saved with {format_value(old)}{rest}: this is another model. Set it back. Or, to begin "
