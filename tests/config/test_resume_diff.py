@@ -220,7 +220,9 @@ def test_precision_is_said_and_not_refused(tmp_path: Path) -> None:
     save(tmp_path, job(tmp_path))
     eight_bits = job(tmp_path, model={"converters": ["quantize.linear.float8"], "overrides": {"n_layers": 2}})  # fmt: skip
     assert before_start(eight_bits) is None
-    [change] = change_lines(changed_settings(to_toml(job(tmp_path)), eight_bits, sequences=(None, 1)))
+    [change] = change_lines(
+        changed_settings(to_toml(job(tmp_path)), eight_bits, sequences=(None, 1))
+    )
     assert change == 'model.converters: [] -> ["quantize.linear.float8"]'
 
 

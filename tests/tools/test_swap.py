@@ -18,9 +18,10 @@ from tests.tools.test_audit import GradientFlips, _train
 from titan.cli import main as titan
 from titan.config.load import load_from_argv
 from titan.config.render import to_toml
-from titan.numerics.swap import command, handover
+from titan.numerics.swap import command, experiment, handover
 
 SECTIONS: Any = {"training": {"steps": 8}, "checkpoint": {"interval": 3}}
+BOTH, FOLDER = ["old", "new"], "new folder"
 HALVES = ("--training.local_batch_size=1", "--training.global_batch_size=2")
 
 
@@ -47,7 +48,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "predict", lambda config, ranks: {})
     found = Trained()
-    monkeypatch.setattr(command, "train", found)
+    monkeypatch.setattr(experiment, "train", found)
     _train(job("old", **SECTIONS))
     Path("new.toml").write_text(to_toml(job("new", **SECTIONS)))
     return found
@@ -67,7 +68,7 @@ def losses(run: str) -> list[float]:
 
 def test_a_run_goes_on_as_another_job_and_back(trained: Trained) -> None:
     before = {path: path.read_bytes() for path in Path("old").rglob("*.*")}
-    assert swap(*HALVES) == 0 and trained == ["old", "new", "disturbed old"]
+    assert swap(*HALVES) == 0 and trained == [*BOTH, "disturbed old", FOLDER]
     assert step()["verdict"] == "equal but for rounding" and 0 < step()["worst"] < 0.5
     assert losses("new") == losses("old")[:6]
     _train(load_from_argv(["new.toml", *HALVES], warn=False))
@@ -92,7 +93,7 @@ def test_a_fault_is_refused_with_its_place(trained: Trained) -> None:
 def test_a_change_of_what_is_learned_has_to_be_named(trained: Trained) -> None:
     assert swap("--optimizer.lr=1e-3") == 2
     assert swap("--optimizer.lr=1e-3", "--changes=optimizer") == 0
-    assert trained == ["old", "new"]  # equal bits, as all else is the same
+    assert trained == [*BOTH, FOLDER]  # equal bits, as all else is the same
 
 
 def test_the_runs_copy_of_a_tokenizer_is_no_change_and_other_data_is(
@@ -107,7 +108,7 @@ def test_the_runs_copy_of_a_tokenizer_is_no_change_and_other_data_is(
     command = ["swap", "copied", "--to=new.toml", "--steps=1"]
     assert titan([*command, "--training.dataset=stdlib"]) == 2
     assert 'training.dataset: "synthetic" -> "stdlib" changes' in capsys.readouterr().err
-    assert titan(command) == 0 and trained == ["old", "new"]
+    assert titan(command) == 0 and trained == [*BOTH, FOLDER]
 
 
 @pytest.mark.parametrize("part", ["new", "rename"])
@@ -121,5 +122,5 @@ def test_the_same_command_goes_on_after_a_kill(
         assert swap() == 130
     trained.killed = ""
     assert not Path("new").exists()
-    assert swap() == swap() == 0 and trained == ["old", "new"]
+    assert swap() == swap() == 0 and trained == [*BOTH, FOLDER]
     assert losses("new") == losses("old")[:6]

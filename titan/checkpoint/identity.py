@@ -45,7 +45,9 @@ K = TypeVar("K")
 # Keys that may differ, with the reason and the kind of each group.
 _FREE = {
     name: group["kind"]
-    for group in tomllib.loads(Path(__file__).with_name("free_keys.toml").read_text("utf-8"))["keys"]
+    for group in tomllib.loads(Path(__file__).with_name("free_keys.toml").read_text("utf-8"))[
+        "keys"
+    ]
     for name in group["names"]
 }
 # Sizes that weigh terms of the loss or set the initial weights. They do not change what a model computes.
@@ -116,7 +118,11 @@ def _changes(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any
 
     Another version of titan wrote it.
     """
-    return {key: values for key, values in differing(before, now).items() if key in before and key in now}
+    return {
+        key: values
+        for key, values in differing(before, now).items()
+        if key in before and key in now
+    }
 
 
 def differing(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any, Any]]:
@@ -143,7 +149,9 @@ def freedom(key: str) -> str:
 
 def settings(config: JobConfig) -> dict[str, Any]:
     """Return every setting of a job by its key, defaults included."""
-    return {key_text(path): value for path, value in leaves(config.whole.model_dump(mode="json"))}
+    return {
+        key_text(path): value for path, value in leaves(config.whole.model_dump(mode="json"))
+    }
 
 
 def saved_settings(text: str, now: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,16 +18,15 @@ from pathlib import Path
 from statistics import median
 
 from titan.base.untrusted import InputError, read_bytes
-from titan.checkpoint.identity import leaves
+from titan.checkpoint.identity import change_lines, differing, saved_settings
 from titan.checks.rules import load_to_run
 from titan.commands import summary_of
-from titan.config.errors import key_text
 from titan.config.load import load_from_argv
 from titan.config.options import command_parser, mistake, positive, put_json
 from titan.config.phases import DEGREES
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.config.toml import format_value, tomllib
+from titan.config.toml import tomllib
 from titan.numerics.certify.command import least_world
 from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only
 from titan.numerics.recorded import RecordedStep, read_steps
@@ -192,20 +191,23 @@ def _planned(
     return text, run
 
 
-def differing_keys(a: str, b: str) -> list[str]:
-    """Return a line for each of the first keys in which two resolved jobs differ; none if a job is not known."""
+def differing_keys(a: str, b: str, names: str = "A and B") -> list[str]:
+    """Return a line for each of the first keys in which two resolved jobs differ; none if a job is not known.
+
+    Args:
+        a: the first job, as TOML.
+        b: the second one.
+        names: both jobs, in words.
+    """
     try:
-        one, two = (dict(leaves(tomllib.loads(text))) for text in (a, b))
+        one, two = (saved_settings(text, {}) for text in (a, b))
     except tomllib.TOMLDecodeError:
         return []
-    different = [
-        path for path in one | two if one.get(path) != two.get(path) and path[0] != "job"
-    ]
-    lines = ["A and B are the same job"] if a and b and not different else []
-    for path in different[: _SHOWN if a and b else 0]:
-        values = [format_value(job[path]) if path in job else "not set" for job in (one, two)]
-        lines.append(f"A and B differ in {key_text(path)}: {' -> '.join(values)}")
-    return lines
+    if not (one and two):
+        return []
+    found = {k: pair for k, pair in differing(one, two).items() if not k.startswith("job.")}
+    lines = [f"{names} differ in {line}" for line in change_lines(found)[:_SHOWN]]
+    return lines or [f"{names} are the same job"]
 
 
 def train(job: Sequence[str], *, ranks: int, what: str, python: str = sys.executable) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titan.numerics.recorded import RecordedStep, RecordedTensor
 
@@ -103,6 +104,8 @@ def compare(
     ours: Sequence[RecordedStep],
     theirs: Sequence[RecordedStep],
     spread: Sequence[RecordedStep] = (),
+    *,
+    exact: bool = False,
 ) -> Comparison:
     """Compare two runs.
 
@@ -110,6 +113,7 @@ def compare(
         ours: recorded steps of the reference.
         theirs: those of the other run.
         spread: those of the reference with `debug.record_perturbed`.
+        exact: nothing rounds otherwise, so any difference is one.
     """
     found: list[Difference] = []
     compared = left_out = 0
@@ -138,9 +142,10 @@ def compare(
             ratio = distance(a[key], b[key])
             is_given = key[0] in ("batch", "weight")
             allowed = _allowed(key[0], normal[key]) * (1 if is_given else inherited)
+            allowed *= not exact
             limits[key[0]] = max(allowed, limits.get(key[0], 0.0))
             if ratio <= allowed and not b[key].copies:
-                worst, last = max(worst, ratio / allowed), _words(*key)
+                worst, last = max(worst, ratio and ratio / allowed), _words(*key)
                 continue
             guess = guess_of(a[key], b[key], two.axes)
             line = b[key].line or a[key].line
@@ -325,6 +330,34 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
     if abs(factor - 1) < _CLOSE:
         return "part of its values are other ones"
     return f"it is {factor:.2g} times the reference, plus other values"
+
+
+def values(table: Any, name: str = "") -> dict[str, list[Any]]:
+    """Return the values of nested tables by their names, those of a list under one name."""
+    if not isinstance(table, dict | list):
+        return {name: [table]}
+    found: dict[str, list[Any]] = {}
+    is_list = isinstance(table, list)
+    for key, inner in enumerate(table) if is_list else table.items():
+        for full, own in values(
+            inner, name if is_list else f"{name}.{key}".lstrip(".")
+        ).items():
+            found.setdefault(full, []).extend(own)
+    return found
+
+
+def apart(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """Return the largest relative distance of two lists of values. It is infinite where anything but floating-point numbers differs."""
+    pairs = zip(a, b, strict=False)
+    return max(map(_apart, pairs), default=0.0) if len(a) == len(b) else math.inf
+
+
+def _apart(pair: tuple[Any, Any]) -> float:
+    a, b = pair
+    if a == b or (a != a and b != b):  # NaN equals nothing
+        return 0.0
+    is_number = isinstance(a, float) and isinstance(b, float)
+    return abs(a - b) / (abs(b) or 1.0) if is_number else math.inf
 
 
 def _differing_chunks(a: RecordedTensor, b: RecordedTensor) -> list[int]:

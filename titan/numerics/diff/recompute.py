@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.base.untrusted import InputError
+from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manifest import find_damage, list_steps
 from titan.checkpoint.storage import Location, as_location, join
@@ -21,6 +22,8 @@ from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.diff.command import RECORDS
+from titan.numerics.recorded import FOLDER, read_steps
+from titan.observe.rows import Row, read_rows
 
 _OFF = (
     *RECORDS,
@@ -43,6 +46,30 @@ class Facts:
     platform: str = ""
     hostname: str = ""
     device_names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """Records of a run, or of its recomputation: rows and recorded steps by step, and the checkpoint of its last step.
+
+    Attributes:
+        folder: run folder.
+        saved: the checkpoint, if there is one.
+    """
+
+    folder: Path
+    saved: Location | None
+
+    def __post_init__(self) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        rows = read_rows(metrics) if metrics.exists() else []
+        self.rows: dict[int, Row] = {row["step"]: row for row in rows}
+        self.repeated = {
+            step for step, times in Counter(r["step"] for r in rows).items() if times > 1
+        }
+        has_steps = any((self.folder / FOLDER).glob("step-*.json"))
+        self.recorded = read_steps(self.folder) if has_steps else []
+        self.facts = read_json(self.folder / "environment.json", Facts, within=self.folder)
 
 
 def open_run(

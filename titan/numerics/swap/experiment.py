@@ -1,0 +1,237 @@
+"""Both jobs of a swap, trained from one checkpoint on the same samples, and compared.
+
+    old, new            the two jobs: the steps are recorded, and the last step is saved whole
+    old again           if layout, precision, torch and machine are the same: equal bits mean that nothing rounds otherwise
+    disturbed old       otherwise: its distance from the old job is what rounding does
+
+Where modules draw random numbers, as dropout does, and the layouts differ, all of them train without draws (`debug.draws`). If bf16 hides
+too much, all of them train once more in float32, and that decides.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint.identity import differing, freedom, settings
+from titan.config.schema import JobConfig
+from titan.config.toml import format_value
+from titan.numerics.diff.command import train
+from titan.numerics.diff.recompute import Record, recomputation
+from titan.numerics.swap.handover import Handover, link
+from titan.numerics.swap.proof import EQUAL, Proof, prove, speed
+
+_PLAIN = 3  # steps without a record, whose time counts
+_FLOAT8 = "quantize.linear.float8"
+_PRECISION = ("mixed_precision_param", "mixed_precision_reduce")
+_EXACT: dict[str, Any] = {
+    **dict.fromkeys((f"training.{name}" for name in _PRECISION), "float32"),
+    "model.converters": [],
+    f"{_FLOAT8}.enable_fsdp_float8_all_gather": False,
+    f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp": False,
+    f"{_FLOAT8}.emulate": False,
+}
+_SHORT = ("training.steps", "lr_scheduler.total_steps", "phase", "debug.record_steps")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two jobs.
+
+    Attributes:
+        words: its files and keys.
+        config: the job.
+        ranks: its ranks.
+        python: interpreter of its environment.
+    """
+
+    words: list[str]
+    config: JobConfig
+    ranks: int
+    python: str
+
+
+class Experiment:
+    """Comparison of two jobs.
+
+    Attributes:
+        steps: steps to compare.
+        last: the step that both save.
+        quiet: keys that turn draws off, once a job turns out to draw.
+    """
+
+    def __init__(
+        self, handover: Handover, start: Path, steps: list[int], old: Side, new: Side
+    ) -> None:
+        """Prepare the comparison.
+
+        Args:
+            handover: has the folders of the runs.
+            start: the checkpoint.
+            steps: steps to compare.
+            old: the old job.
+            new: the new one, with the settings that the comparison keeps.
+        """
+        self.handover, self.start, self.steps, self.old, self.new = (
+            handover,
+            start,
+            steps,
+            old,
+            new,
+        )
+        self.last = min(steps[-1] + _PLAIN, old.config.training.steps)
+        self.quiet: dict[str, Any] = {}
+        others = differing(settings(old.config), settings(new.config))
+        kinds = {freedom(key) for key in others if key != "training.mixed_precision_param"}
+        self.is_same = kinds <= {"same"} and old.ranks == new.ranks
+
+    def compare(self, *, exact: bool = False) -> Proof:
+        """Train both jobs, `exact` in float32, and compare them."""
+        keys = _EXACT if exact else {}
+        one, two = (
+            self._trained(n, s, keys) for n, s in (("old", self.old), ("new", self.new))
+        )
+        is_same = self.is_same and _facts(one) == _facts(two)
+        draws = any(step.about.get("draws") for run in (one, two) for step in run.recorded)
+        rounds = any(
+            getattr(side.config.optimizer, "stochastic_rounding", False)
+            for side in (self.old, self.new)
+        )
+        if (draws or rounds) and not is_same and not self.quiet:
+            self.quiet = {"debug.draws": False}
+            if rounds:
+                self.quiet["optimizer.stochastic_rounding"] = False
+            return self.compare(exact=exact)
+        name, more = (
+            ("old again", {}) if is_same else ("disturbed old", _disturbance(self.new.config))
+        )
+        again = partial(self._trained, name, self.old, {**more, **keys})
+        why = (
+            "the model draws random numbers outside of modules" if draws and not is_same else ""
+        )
+        return settle(one, two, again, is_same=is_same, why=why)
+
+    @property
+    def what(self) -> str:
+        """Return the steps that are compared, in words."""
+        return f"steps {self.steps[0]:,} to {self.steps[-1]:,}, and what is saved after step {self.last:,}"
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return what is not compared, in words."""
+        draws = ["what modules draw, such as dropout: both jobs computed without it"]
+        return [
+            f"steps after {self.last:,}",
+            "validation",
+            "the saves of the new job",
+            *draws * bool(self.quiet),
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        """Return versions, speed and memory of both jobs."""
+        sides = {"old": self.old, "new": self.new}
+        runs = {name: self._trained(name, side, {}) for name, side in sides.items()}
+        return {
+            name: run.recorded[0].about | speed(run, after=self.steps[-1])
+            for name, run in runs.items()
+        }
+
+    def compare_first(self, words: list[str]) -> Proof:
+        """Compare the first step of the new job with the same step, trained in a copy of the new folder by the command that goes on.
+
+        Args:
+            words: files and keys of the command.
+        """
+        new, step = self.new, self.steps[0]
+        keys = recomputation(
+            new.config, world_size=new.ranks, base=None, step=step, record=[step]
+        )
+        keys = {key: keys[key] for key in _SHORT if key in keys} | self.quiet
+
+        def trained(name: str) -> Record:
+            def make(place: Path) -> None:
+                shutil.copytree(self.handover.work / "run", place, copy_function=link)
+                self._train(words, f"{name}, step {step:,} in the new folder", new, keys, place)
+
+            return Record(self.handover.part(name, make), None)
+
+        first, on = self._trained("new", new, {}), trained("going on")
+        return settle(first, on, partial(trained, "going on again"), is_same=True)
+
+    def _trained(self, name: str, side: Side, more: Mapping[str, Any]) -> Record:
+        """Return the records of a job, which is trained unless a killed command has done so."""
+        keys = recomputation(
+            side.config,
+            world_size=side.ranks,
+            base=self.start,
+            step=self.last,
+            saves=True,
+            record=self.steps,
+        )
+        keys |= {"validation.enable": False, **more, **self.quiet}
+        full = " ".join(
+            [
+                name,
+                *["in float32"] * (_EXACT.items() <= more.items()),
+                *["without draws"] * bool(self.quiet),
+            ]
+        )
+        what = f"steps {self.steps[0]:,} to {self.steps[-1]:,} of the {full} job"
+
+        def make(place: Path) -> None:
+            self._train(side.words, what, side, keys, place)
+
+        folder = self.handover.part(full, make)
+        return Record(folder, folder / "checkpoint" / f"step-{self.last}")
+
+    def _train(
+        self, words: list[str], what: str, side: Side, keys: Mapping[str, Any], place: Path
+    ) -> None:
+        lines = {**keys, "job.dump_folder": str(place)}
+        text = "".join(f"{key} = {format_value(value)}\n" for key, value in lines.items())
+        # A file, since a command line has no tables.
+        overlay = self.handover.work / "keys.toml"
+        overlay.write_text(text, encoding="utf-8")
+        words = [word for word in words if word[2:].partition("=")[0] not in lines]
+        train([*words, str(overlay)], ranks=side.ranks, what=what, python=side.python)
+
+
+def settle(
+    one: Record, two: Record, again: Callable[[], Record], *, is_same: bool, why: str = ""
+) -> Proof:
+    """Compare two runs, with a third one if they have other bits.
+
+    Args:
+        one: the reference.
+        two: the other run.
+        again: trains the reference once more.
+        is_same: nothing in the two rounds otherwise, so the third run is as the first, and shows whether the machine repeats its bits.
+        why: reason for which the comparison can tell nothing, but for equal bits.
+    """
+    proof = prove(one, two)
+    if proof.verdict == EQUAL:
+        return proof
+    third = again()
+    is_exact = is_same and prove(one, third).verdict == EQUAL
+    return prove(one, two, third, is_exact=is_exact, rounds=not is_same, why=why)
+
+
+def _facts(run: Record) -> tuple[Any, ...]:
+    """Return what decides how a run rounds, but for its job."""
+    step = run.recorded[0]
+    return step.about["torch"], step.about["host"], step.computes_in, step.axes
+
+
+def _disturbance(new: JobConfig) -> dict[str, Any]:
+    """Return keys that disturb the old job by rounding, in the new job's precision if that is below float32."""
+    keys: dict[str, Any] = {"debug.record_perturbed": 1}
+    if new.training.mixed_precision_param != "float32":
+        keys |= {f"training.{name}": getattr(new.training, name) for name in _PRECISION}
+    if new.model.converters:
+        keys["model.converters"] = new.model.converters
+        keys["quantize"] = new.quantize.model_dump(exclude_none=True)
+    return keys
