@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import load_to_run
-from titan.commands import summary_of
 from titan.config.load import load_config, load_from_argv
-from titan.config.options import TRUST_OPTION, command_parser, positive, put_json
+from titan.config.options import TRUST_OPTION, put_json
 from titan.config.phases import phases_of
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -34,6 +33,7 @@ from titan.numerics.diff.recompute import (
     recomputation,
     require_permissions,
 )
+from titan.numerics.tables import TABLES, parser_of
 from titan.observe.columns import COLUMNS
 from titan.observe.rows import number
 from titan.observe.run_log import read_events
@@ -42,29 +42,8 @@ if TYPE_CHECKING:
     from titan.numerics.diff.saved import SavedTensor
 
 _LATER = "the update of step {}: its loss and gradient norm are equal"
-# What is wrong if a column is the first that differs, in the order in which a step computes them.
-_COLUMNS = {
-    "tokens": "the data of step {}: the run read another number of tokens",
-    "first_sample": "the data of step {}: the run read other samples",
-    "lr": "the learning rate of step {}: the run had another schedule",
-    "loss": "the samples of step {}, or its forward pass",
-    "mtp_loss": "the forward pass of step {}",
-    "grad_norm": "the gradients of step {}: its loss is equal",
-    "validation_loss": _LATER,
-    "bits_per_byte": _LATER,
-}
-# Columns of clocks and machines, and those that belong to more than the steps since a checkpoint.
 _CLOCKS = ("throughput/", "memory/")
-_OTHERS = {
-    "memory_kind",
-    "mfu_dtype",
-    "mfu_convention",
-    "slowest_rank",
-    "num_rewinds",
-    "loss_z",
-    "grad_norm_z",
-    "swap",
-}
+_COLUMNS, _OTHERS = TABLES["columns"], TABLES["uncompared"]["columns"]
 # A wrong update moves the next loss by less than this share, and other samples by more.
 _OTHER_SAMPLES = 1e-3
 _FEW = 8  # wrong values of a tensor
@@ -134,23 +113,7 @@ class Audit:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
-    usage = "RUN --step N [--KEY=VALUE ...] [--nproc M] [--trust-remote-code] [--json [FILE]]"
-    parser = command_parser("audit", usage, summary=summary_of("audit"))
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument(
-        "--step",
-        type=positive,
-        required=True,
-        metavar="N",
-        help="the step to compute again, from the newest checkpoint before it",
-    )
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="M",
-        help="ranks; default: those of the run, or the next larger number that the layout fits",
-    )
-    parser.add_json()
+    parser = parser_of("audit")
     parser.add_argument("--trust-remote-code", **TRUST_OPTION)
     options, keys = parser.parse_known_args(argv)
     keys += ["--model.trust_remote_code=true"] * options.trust_remote_code

@@ -21,17 +21,10 @@ from titan.config.permissions import Loss, permission_of, without_permissions
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.data.tokenizer_files import with_tokenizer
-from titan.numerics.diff.command import RECORDS
 from titan.numerics.recorded import FOLDER, read_steps
+from titan.numerics.tables import TABLES
 from titan.observe.rows import Row, read_rows
 
-_OFF = (
-    *RECORDS,
-    "checkpoint.load_only",
-    "checkpoint.create_seed_checkpoint",
-    "checkpoint.last_save_model_only",
-    "checkpoint.last_save_in_hf",
-)
 _REPLACED = ("job.dump_folder", "metrics.enable_wandb")
 
 
@@ -160,18 +153,15 @@ def recomputation(
     """
     begin = phases_of(config, world_size=world_size)[1:]
     training, schedule = config.training, config.lr_scheduler
-    changes: dict[str, Any] = dict.fromkeys(_OFF, False) | {
+    changes: dict[str, Any] = {
+        **TABLES["records"],
+        **TABLES["recomputed"],
         "training.steps": step,
         # That of the run, on any number of ranks.
         "training.global_batch_size": sequences_of(config, world_size),
         "lr_scheduler.total_steps": schedule.total_steps or training.steps,
-        "metrics.log_freq": 1,
         "checkpoint.enable": base is not None or saves,
-        "checkpoint.folder": "checkpoint",
         "checkpoint.interval": step,
-        "checkpoint.load_step": -1,
-        "checkpoint.async_mode": "disabled",
-        "fault_tolerance.replay_every": 0,
         "debug.record_steps": record,
     }
     if config.phase:
@@ -183,13 +173,7 @@ def recomputation(
     if getattr(config, "evaluation", None):
         changes["evaluation"] = []
     if base is not None:
-        changes |= {
-            "checkpoint.initial_load_path": str(base),
-            "checkpoint.initial_load_model_only": False,
-            "checkpoint.initial_load_in_hf": False,
-            "checkpoint.initial_load_changes": [],
-            "checkpoint.exclude_from_loading": [],
-        }
+        changes |= {"checkpoint.initial_load_path": str(base), **TABLES["loaded"]}
     return changes
 
 

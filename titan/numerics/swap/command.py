@@ -27,10 +27,9 @@ from titan.checkpoint.identity import (
     require_same_model,
 )
 from titan.checks.rules import load_to_run
-from titan.commands import summary_of
 from titan.config.errors import ConfigError, key_text
 from titan.config.load import load_from_argv, parse_args
-from titan.config.options import command_parser, mistake, positive, put_json
+from titan.config.options import mistake, put_json
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import format_value
@@ -40,6 +39,7 @@ from titan.numerics.diff.command import differing_keys
 from titan.numerics.swap.experiment import Experiment, Side
 from titan.numerics.swap.handover import BEFORE, Handover, lineage
 from titan.numerics.swap.proof import DIFFERS, predict, verdict_of
+from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
 
 _REFUSED = 3  # exit code of --or-refuse
@@ -47,42 +47,8 @@ _REFUSED = 3  # exit code of --or-refuse
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the run was handed over, 1 (with --or-refuse 3) if the new job differs."""
-    usage = (
-        "RUN --to NEW.toml [--KEY=VALUE ...] [--python PYTHON] [--nproc M] [--steps N] [--changes KEY] [--exact] [--or-refuse]\n"
-        "       titan swap RUN --back --job.dump_folder=FOLDER [...]"
-    )
-    parser = command_parser("swap", usage, summary=summary_of("swap"))
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="the run folder; nothing in it changes")
-    add("--to", metavar="NEW.toml", help="the job to go on as, with a folder of its own")
-    add("--back", action="store_true", help="go on as the job before the last swap")
-    add(
-        "--python",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="interpreter of the new job's environment, such as one with another torch or titan",
-    )
-    add(
-        "--nproc",
-        type=positive,
-        metavar="M",
-        help="ranks of the new job; default: those of the run (with --back, of the one before), or the next larger number that the layout fits",
-    )
-    add("--steps", type=positive, default=20, metavar="N", help="steps to compare; default: 20")
-    add(
-        "--changes",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="a setting that is to differ, such as optimizer.lr; the comparison keeps the old job's",
-    )
-    add("--exact", action="store_true", help="compare in float32, too, which hides less")
-    add(
-        "--or-refuse",
-        action="store_true",
-        help="exit code 3 if the new job differs, so that a script can tell that from a failure",
-    )
-    parser.add_json()
+    parser = parser_of("swap")
+    parser.set_defaults(python=sys.executable)
     options, keys = parser.parse_known_args(argv)
     if options.back == bool(options.to):
         raise mistake("--to", "name the new job, or write --back for the one before the swap")

@@ -24,17 +24,10 @@ from titan.numerics.diff.command import train
 from titan.numerics.diff.recompute import Record, recomputation
 from titan.numerics.swap.handover import Handover, link
 from titan.numerics.swap.proof import EQUAL, Proof, prove, speed
+from titan.numerics.tables import TABLES
 
 _PLAIN = 3  # steps without a record, whose time counts
-_FLOAT8 = "quantize.linear.float8"
 _PRECISION = ("mixed_precision_param", "mixed_precision_reduce")
-_EXACT: dict[str, Any] = {
-    **dict.fromkeys((f"training.{name}" for name in _PRECISION), "float32"),
-    "model.converters": [],
-    f"{_FLOAT8}.enable_fsdp_float8_all_gather": False,
-    f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp": False,
-    f"{_FLOAT8}.emulate": False,
-}
 _SHORT = ("training.steps", "lr_scheduler.total_steps", "phase", "debug.record_steps")
 
 
@@ -91,7 +84,7 @@ class Experiment:
 
     def compare(self, *, exact: bool = False) -> Proof:
         """Train both jobs, `exact` in float32, and compare them."""
-        keys = _EXACT if exact else {}
+        keys = TABLES["float32"] if exact else {}
         one, two = (
             self._trained(n, s, keys) for n, s in (("old", self.old), ("new", self.new))
         )
@@ -176,7 +169,7 @@ class Experiment:
         full = " ".join(
             [
                 name,
-                *["in float32"] * (_EXACT.items() <= more.items()),
+                *["in float32"] * (TABLES["float32"].items() <= more.items()),
                 *["without draws"] * bool(self.quiet),
             ]
         )

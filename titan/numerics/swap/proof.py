@@ -11,11 +11,10 @@ from typing import Any
 from titan.config.schema import JobConfig
 from titan.numerics.diff.compare import compare
 from titan.numerics.diff.recompute import Record
+from titan.numerics.tables import TABLES
 
 VERDICTS = EQUAL, ROUNDED, DIFFERS = ("equal bits", "equal but for rounding", "differs")
 _SHOWN = 8
-# Above these shares of a tensor, a limit compares nothing. Adam's update moves far by rounding alone, so it counts below float32 only.
-_MOST = {"output": 0.05, "output gradient": 0.2, "gradient": 0.2, "update": 0.05}
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,12 @@ def prove(
         steps.append(StepProof(a.step, a.loss, b.loss, verdict, found.worst, first))
     verdicts = [step.verdict for step in steps] or [DIFFERS]
     if old.saved is not None and new.saved is not None:
-        saved = compare_steps(old.saved, new.saved, spread.saved if spread else None, rounds=rounds)
+        saved = compare_steps(
+            new.saved, old.saved, spread.saved if spread else None, rounds=rounds
+        )
         texts = (*saved.other, *saved.wrong)
         findings = [
-            f"saved: {text}".replace("when computed again", "in the new job") for text in texts
+            f"saved: {text}".replace("when computed again", "in the old job") for text in texts
         ]
         verdicts.append(DIFFERS if findings else EQUAL if saved.equal_bits else ROUNDED)
     verdict = max(verdicts, key=VERDICTS.index)
@@ -147,7 +148,8 @@ def prove(
     wide = [
         f"rounding may change {limit:.0%} of an {kind}"
         for kind, limit in whole.limits.items()
-        if limit > _MOST.get(kind, math.inf) and (kind != "update" or {*both} != {"float32"})
+        if limit > TABLES["limits"].get(kind, math.inf)
+        and (kind != "update" or {*both} != {"float32"})
     ]
     unclear = why or ", ".join(wide) if verdict == ROUNDED else ""
     return Proof(
