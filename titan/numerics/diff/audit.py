@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import load_to_run
 from titan.config.load import load_config, load_from_argv
 from titan.config.options import TRUST_OPTION, put_json
-from titan.config.phases import phases_of
 from titan.config.render import to_toml
-from titan.config.schema import JobConfig
 from titan.numerics.certify.shrink import changed
 from titan.numerics.diff.command import ROUNDED, train
 from titan.numerics.diff.compare import BEYOND, UNIT, apart, compare, values
@@ -64,7 +62,7 @@ class Audit:
         findings: differences beyond rounding.
         guilty: what is wrong, in words. "": nothing.
         limits: for each kind of tensor, the largest change that may be rounding.
-        due: steps that have a row of metrics; empty if the run's job was another one then.
+        due: steps that have a row of metrics, as far as the run's job tells.
         starts: steps from which the run was started again.
     """
 
@@ -77,17 +75,13 @@ class Audit:
     findings: list[str] = field(default_factory=list)
     guilty: str = ""
     limits: dict[str, float] = field(default_factory=dict)
-    due: set[int] = field(default_factory=set)
+    due: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
     def base_after(self, step: int) -> str:
         """Return the checkpoint after a step as another cause, if the recomputation began with it."""
-        is_base = 0 < step == self.since
-        return (
-            f", or the checkpoint of step {step}, from which it was computed again"
-            if is_base
-            else ""
-        )
+        text = f", or the checkpoint of step {step}, from which it was computed again"
+        return text if 0 < step == self.since else ""
 
     def blame(self, text: str) -> None:
         """Keep what is wrong, if nothing that comes earlier is."""
@@ -118,9 +112,7 @@ def main(argv: Sequence[str]) -> int:
     options, keys = parser.parse_known_args(argv)
     keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
-    result = asdict(found)
-    del result["due"]
-    if not put_json(result, options.json):
+    if not put_json(asdict(found), options.json):
         print("\n".join(found.lines()))
     return int(bool(found.findings))
 
@@ -155,8 +147,9 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     events = read_events(run / "events.jsonl")
     starts = [int(number(e.get("step")) or 0) for e in events if e["event"] == "resume"]
     since = base or 0
-    due = _due(config, original.facts.world_size) if all(n <= since for n in starts) else set()
-    found = Audit(step, since=since, due=due, starts=starts)
+    found = Audit(step, since=since, starts=starts)
+    if all(start <= since for start in starts):
+        found.due = [1, config.training.steps, *range(0, step + 1, config.metrics.log_freq)]
     changes = recomputation(
         config,
         world_size=original.facts.world_size,
@@ -192,18 +185,6 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         found = replace(found, findings=[], guilty="", equal_bits=False)
         _compare(found, original, first, again)
         return found
-
-
-def _due(config: JobConfig, world_size: int) -> set[int]:
-    """Return the steps of a job that have a row of metrics."""
-    section, steps = config.validation, range(1, config.training.steps + 1)
-    ends = {
-        1,
-        config.training.steps,
-        *(p.last_step for p in phases_of(config, world_size=world_size)),
-    }
-    every = [config.metrics.log_freq] + [section.freq] * section.enable
-    return {n for n in steps if n in ends or any(n % each == 0 for each in every)}
 
 
 def _compare(found: Audit, original: Record, first: Record, again: Record | None) -> None:
@@ -270,66 +251,52 @@ def _compare_rows(
     """Compare rows of metrics. Return what is wrong in the first row that differs, and the step of the last one ("" and 0: none)."""
     ours, theirs = original.rows, {step: values(row) for step, row in first.rows.items()}
     moved = {step: values(row) for step, row in again.rows.items()} if again else {}
-    # The largest of all steps: in a single one, two roundings may cancel.
-    spread: dict[str, float] = {}
-    for step in theirs.keys() & moved.keys():
-        for column, value in theirs[step].items():
-            away = apart(value, moved[step].get(column, []))
-            spread[column] = max(spread.get(column, 0.0), away)
-    for step in sorted(found.due ^ ours.keys() | original.repeated):
-        is_known = step not in found.due and any("/" in column for column in ours[step])
-        if found.since < step <= min(found.step, max(ours, default=0)) and not is_known:
-            many = (
-                "no" if step not in ours else "more than one" if step in found.due else "an odd"
+    for step in sorted({*found.due} - ours.keys() | original.repeated):
+        if found.since < step <= min(found.step, max(ours, default=0)):
+            found.equal_bits = False
+            found.findings.append(
+                f"step {step}: metrics.jsonl has {'no row' if step not in ours else 'several rows'} of it"
             )
-            found.findings.append(f"step {step}: metrics.jsonl has {many} row of it")
             found.blame("metrics.jsonl: its rows are not those of the steps")
     blamed, last = "", 0
     steps = [step for step in sorted(theirs) if step in ours and step > found.since]
     found.rows = len(steps)
     for step in steps:
-        right = theirs[step]
+        mine, right = values(ours[step]), theirs[step]
         begin = max(n for n in (0, *ours, *found.starts) if n < step)
         losses = [
-            loss
-            for n in range(begin + 1, step + 1)
-            for loss in theirs.get(n, {}).get("loss", [])
+            x for n in range(begin + 1, step + 1) if n in theirs for x in theirs[n]["loss"]
         ]
-        right["loss_mean"] = (
-            [fmean(losses)] if begin >= found.since and None not in losses else []
-        )
-        for column, a in sorted(values(ours[step]).items(), key=_order):
-            b = right.get(column, [])
+        is_known = begin >= found.since and None not in losses
+        right["loss_mean"] = [fmean(losses)] if is_known else []
+        for column in {**_COLUMNS, **mine}:
+            a, b = mine.get(column, []), right.get(column, [])
             if _is_clock(column) or None in (*a, *b) or not a or not b:
                 continue  # not measured in that step
             if not (away := apart(a, b)):
                 continue
             found.equal_bits = False
-            if away <= BEYOND * max(
-                spread.get(column, 0.0), UNIT["float32"] * (not found.is_same)
-            ):
+            # The largest of all steps: in a single one, two roundings may cancel.
+            name = column.removesuffix("_mean")
+            spread = (
+                apart(theirs[n].get(name, []), row.get(name, [])) for n, row in moved.items()
+            )
+            if away <= BEYOND * max(UNIT["float32"] * (not found.is_same), *spread, 0.0):
                 continue
             found.findings.append(
-                f"step {step}: {column} is {_text(a)}, and {_text(b)} when computed again"
+                f"step {step}: {column} is {', '.join(map(repr, a))}, and {', '.join(map(repr, b))} when computed again"
             )
             guess = _COLUMNS.get(column, f"the {column} of step {{}}")
             if column in ("loss", "grad_norm"):
                 guess += found.base_after(step - 1)
             if column == "loss" and step > found.since + 1 and away < _OTHER_SAMPLES:
-                guess = f"the update of step {steps[steps.index(step) - 1]}, or of one up to step {step - 1}"
+                before = steps[steps.index(step) - 1]
+                guess = f"the update of step {before}, or of one up to step {step - 1}"
             blamed, last = blamed or guess.format(step), step
     return blamed, last
-
-
-def _order(item: tuple[str, Any]) -> int:
-    return [*_COLUMNS].index(item[0]) if item[0] in _COLUMNS else len(_COLUMNS)
 
 
 def _is_clock(column: str) -> bool:
     """Return whether a column is of clocks and machines, or of more than the steps since a checkpoint."""
     curve = COLUMNS[column].curve if column in COLUMNS else ""
     return curve.startswith(_CLOCKS) or column.endswith("_s") or column in _OTHERS
-
-
-def _text(found: Sequence[Any]) -> str:
-    return ", ".join(map(repr, found))

@@ -152,8 +152,8 @@ class Experiment:
 
             return Record(self.handover.part(name, make), None)
 
-        first, on = self._trained("new", new, {}), trained("going on")
-        return settle(first, on, partial(trained, "going on again"), is_same=True)
+        on, first = trained("going on"), self._trained("new", new, {})
+        return settle(on, first, partial(trained, "going on again"), is_same=True)
 
     def _trained(self, name: str, side: Side, more: Mapping[str, Any]) -> Record:
         """Return the records of a job, which is trained unless a killed command has done so."""
