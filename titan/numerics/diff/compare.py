@@ -262,10 +262,6 @@ def _flat(tensor: RecordedTensor) -> list[float]:
     return [value for row in tensor.sums for value in row]
 
 
-def _size(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values))
-
-
 def parameters_only(steps: Sequence[RecordedStep]) -> str:
     """Return why a comparison names no output of a module, or "" if outputs were recorded."""
     if any(tensor.kind == "output" for step in steps for tensor in step.tensors):
@@ -276,7 +272,7 @@ def parameters_only(steps: Sequence[RecordedStep]) -> str:
 def distance(a: RecordedTensor, b: RecordedTensor) -> float:
     """Return the estimated norm of a difference over the norm of the first tensor."""
     one, two = _flat(a), _flat(b)
-    away, size = _size([x - y for x, y in zip(one, two, strict=True)]), _size(one)
+    away, size = math.dist(one, two), math.hypot(*one)
     if a.norm is not None and b.norm is not None and a.norm:
         # Signs may hide a change of a few values, and norms do not.
         away = max(away, abs(a.norm - b.norm) * math.sqrt(len(a.sums)))
@@ -300,13 +296,13 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
     if b.kind == "batch":
         return ""
     one, two = _flat(a), _flat(b)
-    size = _size(one)
+    size = math.hypot(*one)
     if not all(map(math.isfinite, two)):
         return "it is not finite"
-    if not _size(two):
+    if not any(two):
         return "it is zero"
     factor = sum(x * y for x, y in zip(one, two, strict=True)) / (size * size) if size else 0.0
-    rest = _size([y - factor * x for x, y in zip(one, two, strict=True)])
+    rest = math.dist(two, [factor * x for x in one])
     if rest < _CLOSE * abs(factor) * size and abs(factor - 1) > _CLOSE:
         for axis, n in axes.items():
             if abs(factor / n - 1) < _CLOSE:

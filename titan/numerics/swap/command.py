@@ -32,12 +32,11 @@ from titan.config.load import load_from_argv, parse_args
 from titan.config.options import mistake, put_json
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.config.toml import format_value
 from titan.data.special_tokens import fingerprint
 from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys
 from titan.numerics.swap.experiment import Experiment, Side
-from titan.numerics.swap.handover import BEFORE, Handover, lineage
+from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
 from titan.numerics.swap.proof import DIFFERS, predict, verdict_of
 from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
@@ -98,19 +97,15 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     if step is None:
         print(f"handed over before: {goes_on}")
         return 0
-    jobs = {"old": to_toml(config), "new": kept}
-    files = {name: handover.work / f"{name}.toml" for name in jobs}
-    for name, text in jobs.items():
-        files[name].write_text(text, encoding="utf-8")
-    compared, _ = load_to_run([str(files["new"])], world_size=ranks, warn=False)
-    old = Side([str(files["old"])], config, size, sys.executable)
-    new = Side([str(files["new"])], compared, ranks, options.python)
+    job = handover.job("new", kept)
+    compared, _ = load_to_run([job], world_size=ranks, warn=False)
+    new = Side([job], compared, ranks, options.python)
+    old = Side([handover.job("old", to_toml(config))], config, size, sys.executable)
     start = handover.copy(run, saved, step, asked.checkpoint.folder)
-    steps = [*range(step + 1, min(step + options.steps, last) + 1)]
+    steps = range(step + 1, min(step + options.steps, last) + 1)
     tried = Experiment(handover, start, steps, old, new)
     proofs = [tried.compare()]
-    is_wrong = proofs[0].verdict == DIFFERS
-    if not is_wrong and (options.exact or (proofs[0].unclear and proofs[0].is_low)):
+    if proofs[0].verdict != DIFFERS and (options.exact or proofs[0].may_be_clear):
         proofs.append(tried.compare(exact=True))
     decides = proofs[-1]
     if decides.passes:
@@ -192,8 +187,7 @@ def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
         for name in path:
             table = table.setdefault(name, {})
         table[last] = old
-    lines = ((key_text(path), value) for path, value in leaves(data) if value is not None)
-    return "".join(f"{key} = {format_value(value)}\n" for key, value in lines)
+    return toml_lines({key_text(path): value for path, value in leaves(data)})
 
 
 def _outlook(found: Mapping[str, Any]) -> str:

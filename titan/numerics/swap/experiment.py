@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.identity import differing, freedom, settings
 from titan.config.schema import JobConfig
-from titan.config.toml import format_value
 from titan.numerics.diff.command import train
 from titan.numerics.diff.recompute import Record, recomputation
-from titan.numerics.swap.handover import Handover, link
+from titan.numerics.swap.handover import Handover, toml_lines
 from titan.numerics.swap.proof import EQUAL, Proof, prove, speed
 from titan.numerics.tables import TABLES
 
@@ -48,61 +47,48 @@ class Side:
     python: str
 
 
+@dataclass
 class Experiment:
     """Comparison of two jobs.
 
     Attributes:
+        handover: has the folders of the runs.
+        start: the checkpoint.
         steps: steps to compare.
-        last: the step that both save.
+        old: the old job.
+        new: the new one, with the settings that the comparison keeps.
         quiet: keys that turn draws off, once a job turns out to draw.
     """
 
-    def __init__(
-        self, handover: Handover, start: Path, steps: list[int], old: Side, new: Side
-    ) -> None:
-        """Prepare the comparison.
+    handover: Handover
+    start: Path
+    steps: range
+    old: Side
+    new: Side
+    quiet: dict[str, Any] = field(default_factory=dict)
 
-        Args:
-            handover: has the folders of the runs.
-            start: the checkpoint.
-            steps: steps to compare.
-            old: the old job.
-            new: the new one, with the settings that the comparison keeps.
-        """
-        self.handover, self.start, self.steps, self.old, self.new = (
-            handover,
-            start,
-            steps,
-            old,
-            new,
-        )
-        self.last = min(steps[-1] + _PLAIN, old.config.training.steps)
-        self.quiet: dict[str, Any] = {}
-        others = differing(settings(old.config), settings(new.config))
-        kinds = {freedom(key) for key in others if key != "training.mixed_precision_param"}
-        self.is_same = kinds <= {"same"} and old.ranks == new.ranks
+    @property
+    def last(self) -> int:
+        """Return the step that both save."""
+        return min(self.steps[-1] + _PLAIN, self.old.config.training.steps)
 
     def compare(self, *, exact: bool = False) -> Proof:
         """Train both jobs, `exact` in float32, and compare them."""
         keys = TABLES["float32"] if exact else {}
-        one, two = (
-            self._trained(n, s, keys) for n, s in (("old", self.old), ("new", self.new))
-        )
-        is_same = self.is_same and _facts(one) == _facts(two)
-        draws = any(step.about.get("draws") for run in (one, two) for step in run.recorded)
-        rounds = any(
-            getattr(side.config.optimizer, "stochastic_rounding", False)
-            for side in (self.old, self.new)
-        )
+        one, two = self._trained("old", self.old, keys), self._trained("new", self.new, keys)
+        others = differing(settings(self.old.config), settings(self.new.config))
+        others.pop("training.mixed_precision_param", None)  # a record has the precision itself
+        is_same = {*map(freedom, others)} <= {"same"} and _facts(one) == _facts(two)
+        draws = any(step.about["draws"] for step in (*one.recorded, *two.recorded))
+        rounds = getattr(self.old.config.optimizer, "stochastic_rounding", False)
         if (draws or rounds) and not is_same and not self.quiet:
             self.quiet = {"debug.draws": False}
-            if rounds:
-                self.quiet["optimizer.stochastic_rounding"] = False
+            self.quiet |= {"optimizer.stochastic_rounding": False} if rounds else {}
             return self.compare(exact=exact)
-        name, more = (
-            ("old again", {}) if is_same else ("disturbed old", _disturbance(self.new.config))
-        )
-        again = partial(self._trained, name, self.old, {**more, **keys})
+        again = partial(self._trained, "old again", self.old, keys)
+        if not is_same:
+            more = _disturbance(self.new.config) | keys
+            again = partial(self._trained, "disturbed old", self.old, more)
         why = (
             "the model draws random numbers outside of modules" if draws and not is_same else ""
         )
@@ -116,22 +102,21 @@ class Experiment:
     @property
     def left_out(self) -> list[str]:
         """Return what is not compared, in words."""
-        draws = ["what modules draw, such as dropout: both jobs computed without it"]
-        return [
-            f"steps after {self.last:,}",
-            "validation",
-            "the saves of the new job",
-            *draws * bool(self.quiet),
-        ]
+        found = [f"steps after {self.last:,}", "validation", "the saves of the new job"]
+        old = self._trained("old", self.old, {})
+        if max(step.grad_norm for step in old.recorded) <= self.old.config.training.max_norm:
+            found.append("clipping: no gradient was longer than training.max_norm")
+        if self.quiet:
+            found.append("what modules draw, such as dropout: both jobs computed without it")
+        return found
 
     def figures(self) -> dict[str, Any]:
         """Return versions, speed and memory of both jobs."""
-        sides = {"old": self.old, "new": self.new}
-        runs = {name: self._trained(name, side, {}) for name, side in sides.items()}
-        return {
-            name: run.recorded[0].about | speed(run, after=self.steps[-1])
-            for name, run in runs.items()
-        }
+        found = {}
+        for name, side in (("old", self.old), ("new", self.new)):
+            run = self._trained(name, side, {})
+            found[name] = run.recorded[0].about | speed(run, after=self.steps[-1])
+        return found
 
     def compare_first(self, words: list[str]) -> Proof:
         """Compare the first step of the new job with the same step, trained in a copy of the new folder by the command that goes on.
@@ -147,7 +132,7 @@ class Experiment:
 
         def trained(name: str) -> Record:
             def make(place: Path) -> None:
-                shutil.copytree(self.handover.work / "run", place, copy_function=link)
+                shutil.copytree(self.handover.work / "run", place)
                 self._train(words, f"{name}, step {step:,} in the new folder", new, keys, place)
 
             return Record(self.handover.part(name, make), None)
@@ -163,16 +148,11 @@ class Experiment:
             base=self.start,
             step=self.last,
             saves=True,
-            record=self.steps,
+            record=[*self.steps],
         )
         keys |= {"validation.enable": False, **more, **self.quiet}
-        full = " ".join(
-            [
-                name,
-                *["in float32"] * (TABLES["float32"].items() <= more.items()),
-                *["without draws"] * bool(self.quiet),
-            ]
-        )
+        is_exact = TABLES["float32"].items() <= more.items()
+        full = f"{name}{' in float32' * is_exact}{' without draws' * bool(self.quiet)}"
         what = f"steps {self.steps[0]:,} to {self.steps[-1]:,} of the {full} job"
 
         def make(place: Path) -> None:
@@ -185,12 +165,10 @@ class Experiment:
         self, words: list[str], what: str, side: Side, keys: Mapping[str, Any], place: Path
     ) -> None:
         lines = {**keys, "job.dump_folder": str(place)}
-        text = "".join(f"{key} = {format_value(value)}\n" for key, value in lines.items())
         # A file, since a command line has no tables.
-        overlay = self.handover.work / "keys.toml"
-        overlay.write_text(text, encoding="utf-8")
+        overlay = self.handover.job("keys", toml_lines(lines))
         words = [word for word in words if word[2:].partition("=")[0] not in lines]
-        train([*words, str(overlay)], ranks=side.ranks, what=what, python=side.python)
+        train([*words, overlay], ranks=side.ranks, what=what, python=side.python)
 
 
 def settle(

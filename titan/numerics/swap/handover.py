@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.manifest import NAME, read_manifest
 from titan.checkpoint.storage import LocalStorage, Location, join, storage_of
+from titan.config.toml import format_value
 from titan.observe.rows import Row, read_rows
 from titan.observe.run_log import EVENTS, read_events
 
@@ -64,6 +64,12 @@ class Handover:
             raise InputError(f"job.dump_folder: {self.target} exists; name a new folder")
         self.work.mkdir(parents=True, exist_ok=True)
         return next((int(path.name[5:]) for path in self.work.glob("run/**/step-*")), newest)
+
+    def job(self, name: str, text: str) -> str:
+        """Write a file of keys into the work folder. Return its name."""
+        file = self.work / f"{name}.toml"
+        file.write_text(text, encoding="utf-8")
+        return str(file)
 
     def part(self, name: str, make: Callable[[Path], object]) -> Path:
         """Return a folder of the work folder. Unless it is there, `make` makes it under another name."""
@@ -114,12 +120,10 @@ class Handover:
         shutil.rmtree(self.work)
 
 
-def link(source: str, target: str) -> None:
-    """Copy a file. Files of a checkpoint, which nobody writes into, are linked where the disk can."""
-    if Path(source).parent.name.startswith("step-"):
-        with suppress(OSError):
-            return os.link(source, target)
-    shutil.copyfile(source, target)
+def toml_lines(values: Mapping[str, Any]) -> str:
+    """Return keys as TOML, without those that are not set."""
+    lines = (f"{k} = {format_value(v)}\n" for k, v in values.items() if v is not None)
+    return "".join(lines)
 
 
 def lineage(run: Path) -> dict[str, Any]:

@@ -78,9 +78,9 @@ class Proof:
         return found[0] if found else "the step was not trained"
 
     @property
-    def is_low(self) -> bool:
-        """Return whether a job computes below float32."""
-        return self.precision != "float32 (old) and float32 (new)"
+    def may_be_clear(self) -> bool:
+        """Return whether float32 may tell what this precision does not."""
+        return bool(self.unclear) and self.precision != "float32 (old) and float32 (new)"
 
     @property
     def passes(self) -> bool:
