@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,9 @@ def _squares(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _gradient(optimizer: torch.optim.Optimizer) -> None:
-    _matrix(optimizer).grad *= 1.01
+    gradient = _matrix(optimizer).grad
+    assert gradient is not None
+    gradient *= 1.01
 
 
 def _updates() -> Any:
@@ -298,7 +299,7 @@ def rows(asked: Sequence[str]) -> Iterator[tuple[str, bool, int, str]]:
 
 def main(asked: Sequence[str]) -> int:
     wrong = 0
-    here = os.getcwd()
+    here = Path.cwd()
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(command, "predict", lambda *_: {}),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tables import TABLES as ROWS
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.state import model_state
@@ -220,86 +221,7 @@ CHANGES: dict[str, Table] = {
     "unknown key": {"frobnicate": 3},
 }
 # Of each family, what its folders are known to come with, for the default lane.
-DEFAULT: dict[str, tuple[str, ...]] = {
-    "llama": (
-        "nothing",
-        "default: by hand",
-        "llama3: by hand",
-        "yarn: by hand",
-        "linear: by hand",
-        "default: undone",
-        "llama3: both thetas",
-        "llama3: both thetas, old",
-        "llama3: type",
-        "llama3: two lengths",
-        "llama3: theta beside",
-        "kv heads None",
-        "head_dim 16",
-        "tied True",
-        "bias True",
-        "mlp bias",
-        "window 16",
-        "yarn: rope_scaling",
-        "eps Ellipsis",
-        "partial",
-    ),
-    "qwen3": (
-        "default: both thetas",
-        "yarn: by hand",
-        "window of some",
-        "window of all",
-        "bias True",
-        "tied True",
-        "head_dim Ellipsis",
-        "empty tables",
-    ),
-    "qwen3_moe": (
-        "default: both thetas",
-        "experts in every second",
-        "a dense block",
-        "weights normalized True",
-    ),
-    "mistral": (
-        "default: both thetas",
-        "llama3: by hand",
-        "window 16",
-        "window Ellipsis",
-        "head_dim 16",
-    ),
-    "gpt_oss": (
-        "nothing",
-        "kv heads Ellipsis",
-        "yarn, no truncation: by hand",
-        "yarn: by hand",
-        "default: both thetas",
-        "all full",
-        "mixed",
-        "swiglu_limit",
-        "swiglu_alpha",
-    ),
-    "gemma3": (
-        "nested",
-        "nested, thetas beside",
-        "nested, local scaled",
-        "nested, by hand",
-        "_pattern",
-        "pattern",
-        "linear: rope_scaling",
-        "local theta",
-        "soft cap",
-        "alternating",
-    ),
-    "deepseek_v3": (
-        "default: both thetas",
-        "yarn, mscale: both thetas",
-        "yarn, mscale: undone",
-        "groups",
-        "not interleaved",
-        "yarn, mscale: two lengths",
-        "scale of routes",
-    ),
-    "deepseek_v2": ("nothing", "yarn, mscale: by hand", "groups of greedy"),
-}
+DEFAULT: dict[str, tuple[str, ...]] = ROWS["test_config_variants.default"]
 
 
 def logits(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor | str, torch.Tensor | str]:

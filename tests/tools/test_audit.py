@@ -296,9 +296,9 @@ def test_a_base_that_is_off_is_a_possible_cause_and_rows_are_those_of_the_steps(
 def test_what_a_checkpoint_says_beside_its_tensors_is_compared(
     text: str, tmp_path: Path
 ) -> None:
-    steps = [_run(tmp_path / name) / "checkpoint" / f"step-{STEP}" for name in "ab"]
-    assert compare_steps(*steps, None, rounds=False).equal_bits
-    file = steps[0] / "titan.json"
+    one, two = (_run(tmp_path / name) / "checkpoint" / f"step-{STEP}" for name in "ab")
+    assert compare_steps(one, two, None, rounds=False).equal_bits
+    file = one / "titan.json"
     file.write_text(file.read_text().replace(text, f"{text}0", 1))
-    found = compare_steps(*steps, None, rounds=False)
+    found = compare_steps(one, two, None, rounds=False)
     assert not found.equal_bits and text.split('"')[1] in found.other[0]

@@ -131,7 +131,8 @@ def test_a_change_of_what_is_learned_has_to_be_named(
 
 class StillAverage(Hook):
     def __init__(self, trainer: Trainer) -> None:
-        trainer.train_step.average.update = lambda step: None
+        average: Any = trainer.train_step.average
+        average.update = lambda step: None
 
 
 class FasterRate(Hook):
