@@ -42,24 +42,10 @@ from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_files import FOLDER, tokenizer_files
 
 K = TypeVar("K")
-# Keys that may differ, with the reason and the kind of each group.
-_FREE = {
-    name: group["kind"]
-    for group in tomllib.loads(Path(__file__).with_name("free_keys.toml").read_text("utf-8"))[
-        "keys"
-    ]
-    for name in group["names"]
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("free_keys.toml").read_text("utf-8"))
+_FREE = {name: group["kind"] for group in _TABLE["keys"] for name in group["names"]}
 # Sizes that weigh terms of the loss or set the initial weights. They do not change what a model computes.
-_OF_TRAINING = {
-    "init_std",
-    "gate_init_std",
-    "mtp_coeff",
-    "load_balance_coeff",
-    "sequence_balance_coeff",
-    "global_balance_coeff",
-    "router_z_loss_coeff",
-}
+_OF_TRAINING = {*_TABLE["of_training"]}
 _MODEL, _OPTION = "model.overrides.", "task.options."
 
 
@@ -113,18 +99,6 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
     return content
 
 
-def _changes(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any, Any]]:
-    """Return the old and the new value of each fact that differs. A fact that only one of the two has is not a change.
-
-    Another version of titan wrote it.
-    """
-    return {
-        key: values
-        for key, values in differing(before, now).items()
-        if key in before and key in now
-    }
-
-
 def differing(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any, Any]]:
     """Return the old and the new value of each key that differs, None where one of the two has no such key."""
     pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
@@ -133,11 +107,10 @@ def differing(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[An
 
 def change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Return each change as `key: old -> new`."""
-    return [f"{key}: {' -> '.join(map(_or_unset, values))}" for key, values in changes.items()]
-
-
-def _or_unset(value: Any) -> str:
-    return "not set" if value is None else format_value(value)
+    return [
+        f"{key}: {' -> '.join('not set' if v is None else format_value(v) for v in values)}"
+        for key, values in changes.items()
+    ]
 
 
 def freedom(key: str) -> str:
@@ -149,9 +122,7 @@ def freedom(key: str) -> str:
 
 def settings(config: JobConfig) -> dict[str, Any]:
     """Return every setting of a job by its key, defaults included."""
-    return {
-        key_text(path): value for path, value in leaves(config.whole.model_dump(mode="json"))
-    }
+    return dict(leaves(config.whole.model_dump(mode="json")))
 
 
 def saved_settings(text: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,16 +137,16 @@ def saved_settings(text: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return settings(JobConfig.model_validate(tables)) if tables else now
     except (ConfigError, ValueError):
-        return {**now, **{key_text(path): value for path, value in leaves(tables)}}
+        return {**now, **dict(leaves(tables))}
 
 
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the path and value of every key that is not a table."""
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the full name and the value of every key that is not a table."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
     else:
-        yield path, value
+        yield key_text(path), value
 
 
 def changed_settings(
@@ -245,7 +216,10 @@ def changed_model(
         # The step has no config, or it is from a titan with other keys, or from a package that is gone.
         except (ConfigError, ValueError, LookupError, TypeError, AttributeError):
             return {}
-    found = _changes(before, job_facts(config))
+    now = job_facts(config)
+    # Another version of titan has other facts.
+    shared = before.keys() & now.keys()
+    found = {key: pair for key, pair in differing(before, now).items() if key in shared}
     if "model.name" in found:  # the sizes of another family do not compare
         found = {"model.name": found["model.name"]}
     return {
@@ -465,7 +439,7 @@ def text_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     )
     lines = [
         f"the tokenizer's {name} changed since the step was saved: {_or_none(old)} -> {_or_none(new)}"
-        for name, (old, new) in _changes(before, after).items()
+        for name, (old, new) in differing(before, after).items()
         if name in ("template", "bos_id", "eos_id") and old is not None
     ]
     for key, new in now["data"].items():

@@ -51,7 +51,6 @@ class RandomDraws:
         self.silent = [] if config.debug.draws else known
         self.seen = bool(known) and config.debug.draws
         self.is_refused = recomputes and not known
-        self.is_recorded = device.type == "cpu" and bool(config.debug.record_steps)
         self.before: Tensor | None = None
         self.source: Any = (
             torch.random if device.type == "cpu" else torch.get_device_module(device)
@@ -62,7 +61,7 @@ class RandomDraws:
         seed_generators(derived_seed(self.seed, f"step {step} at {self.place}"), self.device)
         for module in self.silent:  # a validation puts all modules in training mode
             module.training = False
-        if self.is_refused or self.is_recorded:
+        if self.is_refused or self.device.type == "cpu":
             self.before = self.source.get_rng_state()
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ from titan.checkpoint.identity import (
     require_same_model,
 )
 from titan.checks.rules import load_to_run
-from titan.config.errors import ConfigError, key_text
+from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv, parse_args
 from titan.config.options import mistake, put_json
 from titan.config.render import to_toml
@@ -187,7 +187,7 @@ def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
         for name in path:
             table = table.setdefault(name, {})
         table[last] = old
-    return toml_lines({key_text(path): value for path, value in leaves(data)})
+    return toml_lines(dict(leaves(data)))
 
 
 def _outlook(found: Mapping[str, Any]) -> str:
