@@ -164,7 +164,7 @@ def test_what_the_comparison_overwrites_is_found_in_the_new_folder(trained: Trai
     """Both jobs leave the optimizer's state out, so no setting differs."""
     _write(checkpoint={"interval": 3, "exclude_from_loading": ["optimizer"]})
     assert swap() == 1 and trained == [*BOTH, FOLDER, FOLDER]
-    assert "the command that goes on, in the new folder: step 7: update of" in result()[0]
+    assert "with the command that goes on, in the new folder, step 7: update of" in result()[0]
 
 
 def test_what_modules_draw_is_left_out(trained: Trained) -> None:

@@ -37,7 +37,7 @@ from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys
 from titan.numerics.swap.experiment import Experiment, Side
 from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
-from titan.numerics.swap.proof import DIFFERS, predict, verdict_of
+from titan.numerics.swap.proof import AS_THEY_ARE, DIFFERS, FLOAT32, FOLDER, predict, verdict_of
 from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
 
@@ -104,36 +104,35 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     start = handover.copy(run, saved, step, asked.checkpoint.folder)
     steps = range(step + 1, min(step + options.steps, last) + 1)
     tried = Experiment(handover, start, steps, old, new)
-    proofs = [tried.compare()]
-    if proofs[0].verdict != DIFFERS and (options.exact or proofs[0].may_be_clear):
-        proofs.append(tried.compare(exact=True))
-    decides = proofs[-1]
-    if decides.passes:
+    proofs = {AS_THEY_ARE: (proof := tried.compare())}
+    if proof.verdict != DIFFERS and (options.exact or proof.may_be_clear):
+        proofs[FLOAT32] = proof = tried.compare(exact=True)
+    if proof.passes:
         # With --changes, the comparison keeps the old values.
-        proofs.append(tried.compare_first(new.words if changes else words))
+        proofs[FOLDER] = proof = tried.compare_first(new.words if changes else words)
     newest = max(row["step"] for row in read_rows(run / "metrics.jsonl"))
     found: dict[str, Any] = {
         "run": str(run),
         "step": step,
         "ranks": size,  # of the old job, for --back
         "changes": change_lines(changes),
-        "proofs": [asdict(each) for each in proofs],
+        "proofs": [*map(asdict, proofs.values())],
         **tried.figures(),
         "predicted": predict(compared, ranks),
         "again": max(newest - step, 0),
         "seconds": time.monotonic() - begun,
     }
     found["result"] = [
-        verdict_of(proofs, decides, tried.what),
+        verdict_of(proofs, tried.what),
         f"not compared: {'; '.join([*tried.left_out, *found['changes']])}",
         _outlook(found),
     ]
     if not put_json(found, options.json):
         lines = differing_keys(to_toml(config), to_toml(asked), "old and new")
-        lines += [line for each in proofs for line in each.lines()]
+        lines += [line for each in proofs.values() for line in each.lines()]
         lines += [f"{name}: {_figures(found[name])}" for name in ("old", "new", "predicted")]
         print("\n".join([*lines, *found["result"]]))
-    if not proofs[-1].passes:
+    if not proof.passes:
         rmtree(handover.work)
         return _REFUSED if options.or_refuse else 1
     handover.finish(run, found)

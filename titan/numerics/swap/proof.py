@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -13,6 +13,8 @@ from titan.numerics.diff.compare import compare
 from titan.numerics.diff.recompute import Record
 from titan.numerics.tables import TABLES
 
+AS_THEY_ARE, FLOAT32 = "", "in float32, "
+FOLDER = "with the command that goes on, in the new folder, "
 VERDICTS = EQUAL, ROUNDED, DIFFERS = ("equal bits", "equal but for rounding", "differs")
 _SHOWN = 8
 
@@ -146,12 +148,13 @@ def prove(
     whole = compare(old.recorded, new.recorded, third, exact=is_exact)
     both = [run.recorded[0].computes_in for run in (old, new) if run.recorded]
     wide = [
-        f"rounding may change {limit:.0%} of an {kind}"
+        f"{limit:.0%} of {kind}s"
         for kind, limit in whole.limits.items()
         if limit > TABLES["limits"].get(kind, math.inf)
         and (kind != "update" or {*both} != {"float32"})
     ]
-    unclear = why or ", ".join(wide) if verdict == ROUNDED else ""
+    hides = f"rounding may hide {', '.join(wide)}" if wide else ""
+    unclear = (why or hides) if verdict == ROUNDED else ""
     return Proof(
         verdict,
         " (old) and ".join(both) + " (new)",
@@ -164,31 +167,25 @@ def prove(
     )
 
 
-def verdict_of(proofs: Sequence[Proof], decides: Proof, what: str) -> str:
+def verdict_of(proofs: Mapping[str, Proof], what: str) -> str:
     """Return the result for whoever signs it, in a line.
 
     Args:
-        proofs: of the jobs as they are, perhaps in float32, and of the first step in the new folder.
-        decides: that which decides about the jobs.
+        proofs: of the jobs as they are, perhaps in float32, and of the first step in the new folder, by their names.
         what: what was compared, in words.
     """
-    bad = next(
-        (proof for proof in (proofs[0], decides, proofs[-1]) if proof.verdict == DIFFERS), None
-    )
-    if bad is not None:
-        where = (
-            ""
-            if bad in (proofs[0], decides)
-            else "the command that goes on, in the new folder: "
-        )
-        return f"REFUSED: {where}{bad.first}"
+    for name, proof in proofs.items():
+        if proof.verdict == DIFFERS:
+            return f"REFUSED: {name}{proof.first.splitlines()[0]}"
+    first = proofs[AS_THEY_ARE]
+    decides = proofs.get(FLOAT32, first)
     if decides.unclear:
         return f"CANNOT BE TOLD: {decides.unclear}"
     worst = max(step.worst for step in decides.steps)
     how = f" (largest difference: {worst:.0%} of the bound)" if worst else ""
     more = (
-        f"; float32 decides, since in {proofs[0].precision} {proofs[0].unclear}"
-        if proofs[0].unclear
+        f"; float32 decides, since in {first.precision} {first.unclear}"
+        if first.unclear
         else ""
     )
     return (
