@@ -185,6 +185,16 @@ def doubled_gradient(config: JobConfig, *options: Any) -> dict[str, Any]:
     return _scaled(2.0, "layers.1.feed_forward.w2.weight", config, options)
 
 
+def clipped_late(config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Clip at twice the norm, on each of several ranks."""
+    clip: Any = train_step.clip_gradients
+    if dist.get_world_size() > 1:
+        train_step.clip_gradients = lambda parameters, **how: clip(
+            parameters, **(how | {"max_norm": 2 * how["max_norm"]})
+        )
+    return steps.train_job(config, *options)
+
+
 def halved_router(config: JobConfig, *options: Any) -> dict[str, Any]:
     """Halve the gradient of a router."""
     return _scaled(0.5, "layers.1.moe.router.gate.weight", config, options)
