@@ -188,10 +188,12 @@ def doubled_gradient(config: JobConfig, *options: Any) -> dict[str, Any]:
 def clipped_late(config: JobConfig, *options: Any) -> dict[str, Any]:
     """Clip at twice the norm, on each of several ranks."""
     clip: Any = train_step.clip_gradients
+
+    def late(parameters: Any, *, max_norm: float, **others: Any) -> Tensor:
+        return clip(parameters, max_norm=2 * max_norm, **others)
+
     if dist.get_world_size() > 1:
-        train_step.clip_gradients = lambda parameters, **how: clip(
-            parameters, **(how | {"max_norm": 2 * how["max_norm"]})
-        )
+        train_step.clip_gradients = late
     return steps.train_job(config, *options)
 
 

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
+from tests.support.tables import TABLES
 from tests.tools.test_audit import GradientFlips, _train
 from titan.cli import main as titan
 from titan.config.load import load_from_argv
@@ -106,22 +107,13 @@ def test_a_fault_is_refused_with_its_place(trained: Trained) -> None:
     assert {path.name for path in Path().iterdir()} == {"old", "new.toml", "found.json"}
 
 
-SETTINGS = (
-    *("checkpoint.exclude_from_loading=optimizer", "checkpoint.load_step=3", "checkpoint.load_only=true"),
-    *("checkpoint.last_save_model_only=true", "lr_scheduler.decay_ratio=0.5", "lr_scheduler.total_steps=99"),
-    *("optimizer.state_dtype=bfloat16", "optimizer.lr=1e-3", "average.enable=true", "average.decay=0.5"),
-    *("validation.dataset=stdlib", "training.max_norm=0", "fault_tolerance.on_spike=skip", "debug.seed=1"),
-    *("fault_tolerance.on_nonfinite=skip", "model.overrides.mtp_coeff=0.5", "training.local_batch_size=4"),
-)  # fmt: skip
-
-
 def test_a_change_of_what_is_learned_has_to_be_named(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where only one side sets the key, too. A phase is a table, so a file has it."""
     phase = "[[phase]]\nfrom_step = 8\nlr_factor = 0.5\n"
     Path("phase.toml").write_text(Path("new.toml").read_text() + phase)
-    for words in (*(f"--{key}" for key in SETTINGS), "--to=phase.toml"):
+    for words in (*(f"--{key}" for key in TABLES["test_swap.settings"]), "--to=phase.toml"):
         assert swap(words) == 2
         named = words.strip("-").replace("to=phase.toml", "phase").partition("=")[0]
         assert named.replace("local_batch", "global_batch") in capsys.readouterr().err
@@ -168,13 +160,7 @@ def test_what_the_comparison_overwrites_is_found_in_the_new_folder(trained: Trai
 
 
 def test_what_modules_draw_is_left_out(trained: Trained) -> None:
-    drawing: Any = {
-        "name": "transformers",
-        "architecture": "Phi3ForCausalLM",
-        "overrides": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-        | {"num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0, "resid_pdrop": 0.1},
-    }  # fmt: skip
-    _write(model=drawing)
+    _write(model=TABLES["test_swap.drawing"])
     assert swap(*HALVES) == 0 and "dropout: both jobs computed without it" in result()[1]
     assert trained == [*BOTH, *(f"{n} without draws" for n in (*BOTH, "disturbed old")), FOLDER]
 
