@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT, job
-from titan.checkpoint.identity import changed_settings
+from titan.checkpoint.identity import change_lines, changed_settings
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
@@ -62,7 +62,7 @@ def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> Non
     other = phased(
         {"from_step": 12, "global_batch_size": 8}, {"from_tokens": 9_999, "seq_len": 64}
     )
-    [change] = changed_settings(to_toml(config), other, sequences=(None, 4))
+    [change] = change_lines(changed_settings(to_toml(config), other, sequences=(None, 4)))
     assert change.startswith("phase: ") and "from_step = 12" in change
 
 

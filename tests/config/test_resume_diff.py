@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.jobs import job
 from titan.base.run_folder import write_status
-from titan.checkpoint.identity import changed_settings, job_facts
+from titan.checkpoint.identity import change_lines, changed_settings, job_facts
 from titan.config.model import families, family
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig, ModelSection
@@ -220,7 +220,9 @@ def test_precision_is_said_and_not_refused(tmp_path: Path) -> None:
     save(tmp_path, job(tmp_path))
     eight_bits = job(tmp_path, model={"converters": ["quantize.linear.float8"], "overrides": {"n_layers": 2}})  # fmt: skip
     assert before_start(eight_bits) is None
-    [change] = changed_settings(to_toml(job(tmp_path)), eight_bits, sequences=(None, 1))
+    [change] = change_lines(
+        changed_settings(to_toml(job(tmp_path)), eight_bits, sequences=(None, 1))
+    )
     assert change == 'model.converters: [] -> ["quantize.linear.float8"]'
 
 

@@ -185,6 +185,18 @@ def doubled_gradient(config: JobConfig, *options: Any) -> dict[str, Any]:
     return _scaled(2.0, "layers.1.feed_forward.w2.weight", config, options)
 
 
+def clipped_late(config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Clip at twice the norm, on each of several ranks."""
+    clip: Any = train_step.clip_gradients
+
+    def late(parameters: Any, *, max_norm: float, **others: Any) -> Tensor:
+        return clip(parameters, max_norm=2 * max_norm, **others)
+
+    if dist.get_world_size() > 1:
+        train_step.clip_gradients = late
+    return steps.train_job(config, *options)
+
+
 def halved_router(config: JobConfig, *options: Any) -> dict[str, Any]:
     """Halve the gradient of a router."""
     return _scaled(0.5, "layers.1.moe.router.gate.weight", config, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
 from titan.numerics.diff import audit as command
 from titan.numerics.diff.audit import Audit, audit
+from titan.numerics.diff.saved import compare_steps
 from titan.run.hook import Hook
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
@@ -248,17 +250,55 @@ def _audit_elsewhere(run: Path, folder: Path, code: int, *keys: str) -> Audit:
     [
         ("grad_norm", float("nan"), "the gradients of step 5"),
         ("lr", 1.0, "the learning rate of step 5"),
+        ("loss_mean", 7.0, "the loss_mean of step 5"),
+        ("num_skipped", 1, "the num_skipped of step 5"),
     ],
 )
-def test_the_first_column_that_differs_is_named(
+def test_the_first_column_that_differs_is_named_or_its_row_if_all_that_follows_is_equal(
     column: str, value: float, guilty: str, tmp_path: Path
 ) -> None:
     run = _run(tmp_path / "run")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows[4] |= {"step_s": 9.0, column: value}  # times may be any
+    _write_rows(run, rows)
+    for step, wrong in ((5, guilty), (STEP, "the row of step 5 in metrics.jsonl")):
+        found = audit(run, step)
+        (text,) = found.findings
+        assert text.startswith(f"step 5: {column} is {value!r}, and ")
+        assert found.guilty.startswith(wrong)
+
+
+def _write_rows(run: Path, rows: list[Any]) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = audit(run, STEP)
-    (text,) = found.findings
-    assert text.startswith(f"step 5: {column} is {value!r}, and ") and found.guilty.startswith(
-        guilty
-    )
+
+
+def test_a_base_that_is_off_is_a_possible_cause_and_rows_are_those_of_the_steps(
+    tmp_path: Path,
+) -> None:
+    run = _run(tmp_path / "run", metrics={"log_freq": 2})
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 4, 6, 8]
+    # The mean of a row covers steps that have none.
+    found = audit(run, 8)
+    assert found.equal_bits and found.since == STEP and not found.findings
+    _write_rows(run, [*rows[:3], rows[3], rows[3], rows[4]])
+    assert audit(run, STEP).findings[0] == "step 6: metrics.jsonl has several rows of it"
+    _write_rows(run, rows[:2] + rows[3:])
+    assert audit(run, STEP).findings[0] == "step 4: metrics.jsonl has no row of it"
+    _write_rows(run, rows)
+    other = _run(tmp_path / "other", optimizer={"lr": 0.1})
+    shutil.rmtree(run / "checkpoint/step-3")
+    shutil.copytree(other / "checkpoint/step-3", run / "checkpoint/step-3")
+    assert "or the checkpoint of step 3" in audit(run, STEP).guilty
+
+
+@pytest.mark.parametrize("text", ['"position": 12', '"tokens": 384'])
+def test_what_a_checkpoint_says_beside_its_tensors_is_compared(
+    text: str, tmp_path: Path
+) -> None:
+    one, two = (_run(tmp_path / name) / "checkpoint" / f"step-{STEP}" for name in "ab")
+    assert compare_steps(one, two, None, rounds=False).equal_bits
+    file = one / "titan.json"
+    file.write_text(file.read_text().replace(text, f"{text}0", 1))
+    found = compare_steps(one, two, None, rounds=False)
+    assert not found.equal_bits and text.split('"')[1] in found.other[0]

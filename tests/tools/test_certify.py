@@ -128,6 +128,7 @@ def theirs(architecture: str) -> JobConfig:
 FAULTS = {
     "lost_partial_sum": (model("llama3"), "tp", "layers.0.attention.wo: its output"),
     "doubled_gradient": (model("llama3"), "fsdp", "layers.1.feed_forward.w2: the gradient of"),
+    "clipped_late": (model("llama3"), "fsdp", "output: the update of its weight"),
     "halved_router": (
         model("qwen3", "tiny_moe"),
         "ep",

@@ -3,7 +3,7 @@
 titan.json in each step describes the job that saved it (`read_metadata`). Three answers follow from the comparison:
 
     another model, or another tokenizer     refused: it would misuse weights of the same shapes
-    other settings                          reported
+    other settings                          reported, but for those of free_keys.toml
     other data under the same tokenizer     reported
 
     "model": {"model.name": "llama3", "model.overrides.dim": 64, ..., "task.name": "next_token"}
@@ -32,7 +32,6 @@ from titan.checkpoint.storage import Location, as_location, join, read_file
 from titan.config import schema as s
 from titan.config.errors import ConfigError, key_text
 from titan.config.plug_ins import load_plug_ins
-from titan.config.render import to_toml
 from titan.config.schema import JobConfig, streams
 from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
 from titan.config.toml import KeyPath, format_value, tomllib
@@ -43,32 +42,10 @@ from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_files import FOLDER, tokenizer_files
 
 K = TypeVar("K")
-# Settings that decide which samples follow and how they are used. Layouts and limits may change at a resume.
-_SECTIONS = ("task", "tokenizer", "optimizer", "lr_scheduler", "data", "phase")
-_KEYS = {
-    ("debug", "seed"),
-    ("loss", "name"),
-    ("model", "converters"),
-    ("model", "freeze"),
-    ("training", "dtype"),
-    *(("training", key) for key in ("dataset", "dataset_path", "seq_len", "steps")),
-}
-# Settings of these sections that change no result: how the update is computed, and where tokens are kept.
-_HARMLESS = {
-    ("optimizer", "implementation"),
-    ("optimizer", "early_step_in_backward"),
-    ("data", "cache_folder"),
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("free_keys.toml").read_text("utf-8"))
+_FREE = {name: group["kind"] for group in _TABLE["keys"] for name in group["names"]}
 # Sizes that weigh terms of the loss or set the initial weights. They do not change what a model computes.
-_OF_TRAINING = {
-    "init_std",
-    "gate_init_std",
-    "mtp_coeff",
-    "load_balance_coeff",
-    "sequence_balance_coeff",
-    "global_balance_coeff",
-    "router_z_loss_coeff",
-}
+_OF_TRAINING = {*_TABLE["of_training"]}
 _MODEL, _OPTION = "model.overrides.", "task.options."
 
 
@@ -122,54 +99,75 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
     return content
 
 
-def _changes(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any, Any]]:
-    """Return the old and the new value of each key that differs. A key that only one of the two has is not a change.
-
-    Another version of titan wrote it, or it was not set.
-    """
-    return {k: (before[k], new) for k, new in now.items() if k in before and before[k] != new}
+def differing(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any, Any]]:
+    """Return the old and the new value of each key that differs, None where one of the two has no such key."""
+    pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
 
-def _lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+def change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Return each change as `key: old -> new`."""
     return [
-        f"{key}: {format_value(old)} -> {format_value(new)}"
-        for key, (old, new) in changes.items()
+        f"{key}: {' -> '.join('not set' if v is None else format_value(v) for v in values)}"
+        for key, values in changes.items()
     ]
 
 
-def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the path and value of every key that is not a table."""
+def freedom(key: str) -> str:
+    """Return the kind of a key in free_keys.toml, "" for a key that may not differ."""
+    while key and key not in _FREE:
+        key = key.rpartition(".")[0]
+    return _FREE.get(key, "")
+
+
+def settings(config: JobConfig) -> dict[str, Any]:
+    """Return every setting of a job by its key, defaults included."""
+    return dict(leaves(config.whole.model_dump(mode="json")))
+
+
+def saved_settings(text: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a job in TOML.
+
+    Args:
+        text: the resolved job. Keys that its titan did not know have their defaults.
+        now: settings that stand in for unknown ones: all of them if there is no text, those that the text lacks if another titan wrote keys
+            that this one does not have.
+    """
+    tables = tomllib.loads(text)
+    try:
+        return settings(JobConfig.model_validate(tables)) if tables else now
+    except (ConfigError, ValueError):
+        return {**now, **dict(leaves(tables))}
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the full name and the value of every key that is not a table."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
     else:
-        yield path, value
+        yield key_text(path), value
 
 
 def changed_settings(
     saved: str, config: JobConfig, *, sequences: tuple[int | None, int]
-) -> list[str]:
-    """Return `key: old -> new` for each setting that differs.
+) -> dict[str, tuple[Any, Any]]:
+    """Return the old and the new value of each setting that differs and is not free.
 
     Args:
         saved: the checkpoint's resolved config, as TOML.
         config: the run's config.
         sequences: sequences in a step, then (None if unknown) and now. Their distribution over ranks does not matter.
     """
-    # Compare resolved TOML, which has every default.
-    before, now = (dict(leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
-    watched = {path for path in now if path[0] in _SECTIONS or path in _KEYS} - _HARMLESS
+    now = settings(config)
+    found = differing(saved_settings(saved, now), now)
+    found = {key: values for key, values in found.items() if freedom(key) in ("", "format")}
     if config.lr_scheduler.total_steps:
-        watched -= {("training", "steps")}  # the schedule does not depend on them
-    found = {
-        key_text(path): values
-        for path, values in _changes(before, now).items()
-        if path in watched
-    }
+        found.pop("training.steps", None)  # the schedule does not depend on them
     # The keys may differ if ranks and accumulation make up for it, so compare the resulting number of sequences.
     if sequences[0] not in (None, sequences[1]):
         found["training.global_batch_size"] = sequences
-    return _lines(found)
+    return found
 
 
 def job_facts(config: JobConfig) -> dict[str, Any]:
@@ -218,7 +216,10 @@ def changed_model(
         # The step has no config, or it is from a titan with other keys, or from a package that is gone.
         except (ConfigError, ValueError, LookupError, TypeError, AttributeError):
             return {}
-    found = _changes(before, job_facts(config))
+    now = job_facts(config)
+    # Another version of titan has other facts.
+    shared = before.keys() & now.keys()
+    found = {key: pair for key, pair in differing(before, now).items() if key in shared}
     if "model.name" in found:  # the sizes of another family do not compare
         found = {"model.name": found["model.name"]}
     return {
@@ -244,7 +245,7 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
     if not changes:
         return
     key, (old, new) = next(iter(changes.items()))
-    others = _lines(changes)[1:]
+    others = change_lines(changes)[1:]
     rest = f" (also {'; '.join(others[:4])}{', ...' * (len(others) > 4)})" if others else ""
     message = (
         f"{format_value(new)}, but {path} was saved with {format_value(old)}{rest}: this is another model. Set it back. Or, to begin "
@@ -438,7 +439,7 @@ def text_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     )
     lines = [
         f"the tokenizer's {name} changed since the step was saved: {_or_none(old)} -> {_or_none(new)}"
-        for name, (old, new) in _changes(before, after).items()
+        for name, (old, new) in differing(before, after).items()
         if name in ("template", "bos_id", "eos_id") and old is not None
     ]
     for key, new in now["data"].items():

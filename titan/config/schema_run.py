@@ -417,6 +417,9 @@ class DebugSection(Section):
     record_perturbed: NonNegative = 0
     """Seed of a disturbance of the recorded steps: outputs of modules change by one unit in the last
     place. The spread from the same run without it is what rounding does. 0: none."""
+    draws: bool = True
+    """Let modules draw random numbers in training, as dropout does. false: they compute as in evaluation, so that
+    two layouts can be compared, whose ranks draw other numbers. `titan swap` sets it."""
 
 
 class MoESection(Section):

@@ -79,7 +79,7 @@ def parse_value(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """Return a string, number, boolean, date, list or table as TOML on one line."""
+    """Return a string, number, boolean, date, list or table as TOML on one line. Keys without a value are left out."""
     if isinstance(value, bool):
         return str(value).lower()  # before int, of which bool is a subclass
     if isinstance(value, str):
@@ -87,7 +87,11 @@ def format_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, dict):
-        pairs = (f"{key_text([key])} = {format_value(item)}" for key, item in value.items())
+        pairs = (
+            f"{key_text([key])} = {format_value(item)}"
+            for key, item in value.items()
+            if item is not None
+        )
         return f"{{{', '.join(pairs)}}}"
     return str(value)
 

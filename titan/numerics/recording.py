@@ -104,6 +104,7 @@ class StepRecorder:
             "titan": titan.__version__,
             "torch": torch.__version__,
             "host": platform.node(),
+            "draws": step.draws.seen,
         }
         return RecordedStep(
             step=number,

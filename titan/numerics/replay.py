@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -93,14 +94,11 @@ def first_difference(
     one: Mapping[Place, Tensor], two: Mapping[Place, Tensor]
 ) -> tuple[int, Place] | None:
     """Return number and place of the first difference of two evaluations, or None. It waits for the device."""
-    if len(one) == len(two) == 0:
-        return None
-    for number, (place, other) in enumerate(zip(one, two, strict=False)):
+    for number, (place, other) in enumerate(zip_longest(one, two)):
         if place != other:
-            return number, place
-    if len(one) != len(two):
-        longer = max(one, two, key=len)
-        return min(len(one), len(two)), [*longer][min(len(one), len(two))]
+            return number, place or other
+    if not one:
+        return None
     device = next(iter(one.values())).device
     a, b = (torch.stack([x.to(device) for x in bits.values()]) for bits in (one, two))
     differing = (a != b).nonzero().flatten().tolist()

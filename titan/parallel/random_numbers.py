@@ -25,21 +25,21 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def drawing_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that draw random numbers in training.
+def drawing_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that draw random numbers in training, by name.
 
-    They are dropout modules, RReLU, and modules with a float attribute above 0 whose name contains "drop".
+    They are dropout modules, RReLU, and modules with a float attribute above 0 whose name contains "drop" or "jitter".
 
     Args:
         model: any model.
     """
-    return [canonical_name(name) for name, m in model.named_modules() if _draws(m)]
+    return {canonical_name(name): m for name, m in model.named_modules() if _draws(m)}
 
 
 def _draws(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
-    rates = (value for name, value in vars(module).items() if "drop" in name)
+    rates = (v for name, v in vars(module).items() if "drop" in name or "jitter" in name)
     return isinstance(module, nn.RReLU) or any(type(x) is float and x > 0 for x in rates)
 
 
@@ -54,7 +54,7 @@ def require_restored(model: nn.Module, *, preserve_rng_state: bool) -> None:
         ValueError: a module, which the message names, draws random numbers that are not restored.
     """
     if not preserve_rng_state and (names := drawing_modules(model)):
-        raise ValueError(_OTHERS.format(names[0]))
+        raise ValueError(_OTHERS.format(next(iter(names))))
 
 
 def require_no_draws(block: nn.Module, name: str) -> None:

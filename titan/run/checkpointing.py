@@ -13,6 +13,7 @@ from titan.base.untrusted import InputError
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
 from titan.checkpoint.identity import (
+    change_lines,
     changed_model,
     changed_settings,
     job_facts,
@@ -330,9 +331,9 @@ class Checkpointing(Hook):
             self.notes = text_changes(metadata.get("text") or {}, self.text)
         saved = metadata.get("config") or ""
         sequences = (metadata.get("sequences_per_step"), trainer.sequences_per_step)
-        self.changes = changed_settings(saved, trainer.config, sequences=sequences)
-        weights = changed_model(metadata, trainer.config, of_training=True)
-        self.changes += [f"{key}: {old} -> {new}" for key, (old, new) in weights.items()]
+        changes = changed_settings(saved, trainer.config, sequences=sequences)
+        changes |= changed_model(metadata, trainer.config, of_training=True)
+        self.changes = change_lines(changes)
         self.jump = rate_jump(
             saved, trainer.config, step=trainer.step, ranks=trainer.world_size
         )

@@ -33,7 +33,12 @@ from titan.base.signals import (
     has_agent,
 )
 from titan.base.untrusted import InputError, printable, why_not_private
-from titan.checkpoint.identity import changed_settings, require_startable, step_to_continue
+from titan.checkpoint.identity import (
+    change_lines,
+    changed_settings,
+    require_startable,
+    step_to_continue,
+)
 from titan.checks.environment import check_environment
 from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
@@ -113,11 +118,11 @@ def is_finished(config: JobConfig) -> bool:
 def _require_same_job(saved: Mapping[str, Any], config: JobConfig) -> None:
     """Raise InputError if a finished run was another job's: "nothing to do" would hide that from the user."""
     changes = changed_settings(saved.get("config") or "", config, sequences=(None, 0))
-    # A job with fewer steps is finished, too.
-    changes = [change for change in changes if not change.startswith("training.steps:")]
+    changes.pop("training.steps", None)  # a job with fewer steps is finished, too
     if changes:
-        key, first = changes[0].split(": ", 1)
-        also = f" (also {'; '.join(changes[1:5])})" if changes[1:] else ""
+        lines = change_lines(changes)
+        key, first = lines[0].split(": ", 1)
+        also = f" (also {'; '.join(lines[1:5])})" if lines[1:] else ""
         message = (
             f"{first}{also}, but all {config.training.steps:,} steps of {config.job.dump_folder} are done. To train with this, name "
             "another job.dump_folder; to train on, raise training.steps"

@@ -28,7 +28,11 @@ _LOG = logging.getLogger("titan")
 
 
 class RandomDraws:
-    """Seeds of torch's generators for each step, and a check in the first step for modules that draw without titan's knowledge."""
+    """Seeds of torch's generators for each step, and a check in the first step for modules that draw without titan's knowledge.
+
+    Attributes:
+        seen: whether modules of this rank draw, or, on a CPU, whether the newest passes did.
+    """
 
     def __init__(
         self,
@@ -43,8 +47,10 @@ class RandomDraws:
         # Replica groups hold other samples, too.
         self.place = (replica_group(config), *(mesh.get_coordinate() or ()))
         recomputes = recompute.mode != "none" and not recompute.preserve_rng_state
-        known = any(map(drawing_modules, parts))
-        self.is_watched = recomputes and not known
+        known = [module for part in parts for module in drawing_modules(part).values()]
+        self.silent = [] if config.debug.draws else known
+        self.seen = bool(known) and config.debug.draws
+        self.is_refused = recomputes and not known
         self.before: Tensor | None = None
         self.source: Any = (
             torch.random if device.type == "cpu" else torch.get_device_module(device)
@@ -53,15 +59,19 @@ class RandomDraws:
     def begin(self, step: int) -> None:
         # By step, so that a resumed run draws the same; what resumes has no state to restore.
         seed_generators(derived_seed(self.seed, f"step {step} at {self.place}"), self.device)
-        if self.is_watched:
+        for module in self.silent:  # a validation puts all modules in training mode
+            module.training = False
+        if self.is_refused or self.device.type == "cpu":
             self.before = self.source.get_rng_state()
 
     def end(self) -> None:
         """Raise InputError if the passes have drawn random numbers that a recomputation would draw differently."""
         if self.before is None:
             return
-        before, self.before, self.is_watched = self.before, None, False
-        if torch.equal(before, self.source.get_rng_state()):
+        before, self.before = self.before, None
+        self.seen = not torch.equal(before, self.source.get_rng_state())
+        refused, self.is_refused = self.is_refused and self.seen, False
+        if not refused:
             return
         text = (
             "the forward pass draws random numbers, and a recomputation would draw others, which makes gradients wrong: set "

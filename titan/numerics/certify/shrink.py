@@ -29,31 +29,15 @@ from titan.config.phases import DEGREES, longest_sequence, sequence_lengths
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
 from titan.config.task import task_options
+from titan.numerics.tables import TABLES
 
-STEPS, BATCH, LENGTH, VOCABULARY, WINDOW, UNIT = 10, 8, 64, 512, 24, 16
-# Without an effect on what a step computes, or beyond what a small model has.
-_OFF: dict[str, Any] = {
-    "validation.enable": False,
-    "hardware.name": "auto",
-    "fault_tolerance.enable": False,
-    "parallelism.module_fqns_per_model_part": None,
-    "parallelism.pipeline_parallel_layers_per_stage": None,
-    "parallelism.pipeline_parallel_schedule_csv": "",
-    "parallelism.pipeline_parallel_microbatch_size": 1,
-    "parallelism.enable_async_tensor_parallel": False,  # needs GPUs
-    "activation_checkpoint.op_keep_by_block": [],
-}
-# In fp32 a difference is a fault, and no rounding hides it.
-_EXACT: dict[str, Any] = {
-    **dict.fromkeys(("training.dtype", "training.mixed_precision_param"), "float32"),
-    "training.mixed_precision_reduce": "float32",
-    "optimizer.ns_dtype": "float32",
-    "optimizer.state_dtype": None,
-    "optimizer.stochastic_rounding": False,
-    # AdamW divides a gradient by its own size, and would take the rounding error of a gradient of nothing as a full step.
-    "optimizer.eps": 1e-4,
-    "optimizer.lr": 1e-3,
-}
+STEPS, BATCH, LENGTH, VOCABULARY, WINDOW, UNIT, CLIPPED = 10, 8, 64, 512, 24, 16, 0.1
+_UNSET = (
+    "parallelism.module_fqns_per_model_part",
+    "parallelism.pipeline_parallel_layers_per_stage",
+    "optimizer.state_dtype",
+    "lr_scheduler.total_steps",
+)
 
 
 def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> dict[str, Any]:
@@ -67,14 +51,15 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
     section, ac, sizes = config.model, config.activation_checkpoint, config.model.sizes
     own = getattr(family(section.name), "shrink", None)
     keys: dict[str, Any] = {
-        **_OFF,
-        **_EXACT,
+        **TABLES["small"],
+        **dict.fromkeys(_UNSET),
         "training.seq_len": LENGTH,
         "training.steps": STEPS,
     }
-    keys |= {"lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": None}
     keys["loss.chunk_tokens"] = min(config.loss.chunk_tokens, 100)
     keys["training.global_batch_size"] = BATCH
+    # A small model's gradients are small, and what is never clipped proves nothing about clipping.
+    keys["training.max_norm"] = min(config.training.max_norm, CLIPPED)
     if own is not None:
         takes_depth = "n_layers" in inspect.signature(own).parameters
         keys |= own(sizes, n_layers=n_layers) if takes_depth else own(sizes)

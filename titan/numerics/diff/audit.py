@@ -7,72 +7,45 @@ order of the same sums, though it may repeat its own fault.
 
 from __future__ import annotations
 
-import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from titan.base.untrusted import InputError, read_json
-from titan.checkpoint.identity import read_metadata
+from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
-from titan.checkpoint.storage import Location
 from titan.checks.rules import load_to_run
-from titan.commands import summary_of
 from titan.config.load import load_config, load_from_argv
-from titan.config.options import TRUST_OPTION, command_parser, positive, put_json
+from titan.config.options import TRUST_OPTION, put_json
 from titan.config.render import to_toml
 from titan.numerics.certify.shrink import changed
 from titan.numerics.diff.command import ROUNDED, train
-from titan.numerics.diff.compare import BEYOND, UNIT, compare
+from titan.numerics.diff.compare import BEYOND, UNIT, apart, compare, values
 from titan.numerics.diff.recompute import (
-    Facts,
+    Record,
     newest_start,
     open_run,
     ranks_of,
     recomputation,
     require_permissions,
 )
-from titan.numerics.recorded import FOLDER, RecordedStep, read_steps
-from titan.observe.rows import Row, number, read_rows
+from titan.numerics.tables import TABLES, parser_of
+from titan.observe.columns import COLUMNS
+from titan.observe.rows import number
 from titan.observe.run_log import read_events
 
 if TYPE_CHECKING:
     from titan.numerics.diff.saved import SavedTensor
 
-# Columns that follow from the job alone, with what is wrong if one is the first that differs, in the order in which a step computes them.
-_COLUMNS = {
-    "tokens": "the data of step {}: the run read another number of tokens",
-    "first_sample": "the data of step {}: the run read other samples",
-    "lr": "the learning rate of step {}: the run had another schedule",
-    "loss": "the samples of step {}, or its forward pass",
-    "mtp_loss": "the forward pass of step {}",
-    "grad_norm": "the gradients of step {}: its loss is equal",
-    "validation_loss": "the update of step {}: its loss and gradient norm are equal",
-    "bits_per_byte": "the update of step {}: its loss and gradient norm are equal",
-}
+_LATER = "the update of step {}: its loss and gradient norm are equal"
+_CLOCKS = ("throughput/", "memory/")
+_COLUMNS, _OTHERS = TABLES["columns"], TABLES["uncompared"]["columns"]
 # A wrong update moves the next loss by less than this share, and other samples by more.
 _OTHER_SAMPLES = 1e-3
 _FEW = 8  # wrong values of a tensor
 _SHOWN = 8
-
-
-@dataclass
-class _Record:
-    """Records of a run, or of its recomputation: rows and recorded steps by step, and the checkpoint of the audited step."""
-
-    folder: Path
-    saved: Location | None
-
-    def __post_init__(self) -> None:
-        metrics = self.folder / "metrics.jsonl"
-        rows = read_rows(metrics) if metrics.exists() else []
-        self.rows: dict[int, Row] = {row["step"]: row for row in rows}
-        has_steps = any((self.folder / FOLDER).glob("step-*.json"))
-        steps = read_steps(self.folder) if has_steps else []
-        self.recorded: dict[int, RecordedStep] = {step.step: step for step in steps}
-        self.facts = read_json(self.folder / "environment.json", Facts, within=self.folder)
 
 
 @dataclass
@@ -89,6 +62,8 @@ class Audit:
         findings: differences beyond rounding.
         guilty: what is wrong, in words. "": nothing.
         limits: for each kind of tensor, the largest change that may be rounding.
+        due: steps that have a row of metrics, as far as the run's job tells.
+        starts: steps from which the run was started again.
     """
 
     step: int
@@ -100,6 +75,13 @@ class Audit:
     findings: list[str] = field(default_factory=list)
     guilty: str = ""
     limits: dict[str, float] = field(default_factory=dict)
+    due: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def base_after(self, step: int) -> str:
+        """Return the checkpoint after a step as another cause, if the recomputation began with it."""
+        text = f", or the checkpoint of step {step}, from which it was computed again"
+        return text if 0 < step == self.since else ""
 
     def blame(self, text: str) -> None:
         """Keep what is wrong, if nothing that comes earlier is."""
@@ -125,23 +107,7 @@ class Audit:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
-    usage = "RUN --step N [--KEY=VALUE ...] [--nproc M] [--trust-remote-code] [--json [FILE]]"
-    parser = command_parser("audit", usage, summary=summary_of("audit"))
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument(
-        "--step",
-        type=positive,
-        required=True,
-        metavar="N",
-        help="the step to compute again, from the newest checkpoint before it",
-    )
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="M",
-        help="ranks; default: those of the run, or the next larger number that the layout fits",
-    )
-    parser.add_json()
+    parser = parser_of("audit")
     parser.add_argument("--trust-remote-code", **TRUST_OPTION)
     options, keys = parser.parse_known_args(argv)
     keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
@@ -169,7 +135,7 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     is_same_job = load_from_argv([str(written), *keys], warn=False) == load_config(written)
     # It says where the run's checkpoints are. Those of the recomputation are elsewhere.
     keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
-    original = _Record(run, saved.get(step))
+    original = Record(run, saved.get(step))
     known = {*original.rows, *saved}
     if step not in known:
         last = ", ".join(map(str, sorted(known)[-_SHOWN:])) or "none"
@@ -177,14 +143,20 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         raise InputError(f"{run} has {lacks}; the last steps that have: {last}")
     base = newest_start(saved, before=step)
     require_permissions(lost, config, has_base=base is not None)
-    found = Audit(step, since=base or 0)
+    # The job and the facts of a run folder are those of its last start.
+    events = read_events(run / "events.jsonl")
+    starts = [int(number(e.get("step")) or 0) for e in events if e["event"] == "resume"]
+    since = base or 0
+    found = Audit(step, since=since, starts=starts)
+    if all(start <= since for start in starts):
+        found.due = [1, config.training.steps, *range(0, step + 1, config.metrics.log_freq)]
     changes = recomputation(
         config,
         world_size=original.facts.world_size,
         base=None if base is None else saved[base],
         step=step,
         saves=original.saved is not None,
-        record=[n for n in original.recorded if n <= step],
+        record=[each.step for each in original.recorded if each.step <= step],
     )
     config = changed(config, changes)
     with tempfile.TemporaryDirectory(prefix="titan-audit-") as place:
@@ -193,17 +165,15 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         asked = load_from_argv([str(job), *keys], warn=False)
         ranks = nproc or ranks_of(asked, original.facts.world_size)
 
-        def compute(name: str, *more: str, what: str = "") -> _Record:
+        def compute(name: str, *more: str, what: str = "") -> Record:
             at = Path(place, name)
             words = [str(job), *keys, *more, f"--job.dump_folder={at}"]
             load_to_run(words, world_size=ranks, warn=False)
             train(words, ranks=ranks, what=f"steps {found.since + 1} to {step} of {run}{what}")
-            return _Record(at, original.saved and at / "checkpoint" / f"step-{step}")
+            return Record(at, original.saved and at / "checkpoint" / f"step-{step}")
 
         first = compute("first")
-        # The job and the facts of a run folder are those of its last start.
-        starts = [e for e in read_events(run / "events.jsonl") if e["event"] == "resume"]
-        is_last = all((number(start.get("step")) or 0) < step for start in starts)
+        is_last = all(n < step for n in starts)
         found.is_same = is_same_job and is_last and first.facts == original.facts
         _compare(found, original, first, None)
         if found.equal_bits:
@@ -212,12 +182,12 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         moved = (f"--debug.record_steps={steps}", "--debug.record_perturbed=1")
         more, what = ((), " once more") if found.is_same else (moved, ROUNDED)
         again = compute("again", *more, what=what)
-        found = Audit(step, since=found.since, is_same=found.is_same, equal_bits=False)
+        found = replace(found, findings=[], guilty="", equal_bits=False)
         _compare(found, original, first, again)
         return found
 
 
-def _compare(found: Audit, original: _Record, first: _Record, again: _Record | None) -> None:
+def _compare(found: Audit, original: Record, first: Record, again: Record | None) -> None:
     """Compare the records of a run with those of its recomputation.
 
     Args:
@@ -232,111 +202,101 @@ def _compare(found: Audit, original: _Record, first: _Record, again: _Record | N
         found.findings += [f"{original.saved}: {damage}" for damage in damages]
         found.blame("the files of the checkpoint: they changed after they were saved")
     if original.recorded and again is not None:
-        _compare_recorded(found, original, first, again)
-    _compare_rows(found, original.rows, first.rows, again.rows if again else None)
-    if original.saved is None or first.saved is None:
-        return
-    # The last save may hold weights alone.
-    is_whole = not read_metadata(original.saved).get("model_only")
-    from titan.numerics.diff.saved import compare_saved, names_apart
+        runs = (record.recorded for record in (first, original, again))
+        if differences := compare(*runs).differences:
+            worst = differences[0]
+            found.findings.append(str(worst))
+            where = f"step {worst.step}"
+            named = f"the {worst.kind} of {worst.name} in {where}"
+            found.blame(f"the samples of {where}" if worst.kind == "batch" else named)
+    blamed, wrong_row = _compare_rows(found, original, first, again)
+    saved = None
+    if original.saved is not None and first.saved is not None:
+        from titan.numerics.diff.saved import compare_steps
 
-    names = names_apart(original.saved, first.saved) if is_whole else []
-    found.findings += [
-        f"{name} is in one checkpoint only, or has another shape" for name in names
-    ]
-    found.equal_bits &= not names
-    wrong: list[SavedTensor] = []
-    tensors = compare_saved(
-        original.saved, first.saved, again.saved if again else None, rounds=not found.is_same
-    )
-    for tensor in tensors:
-        found.tensors += 1
-        found.equal_bits &= not tensor.other
-        kind = _kind(tensor.name)
-        found.limits[kind] = max(found.limits.get(kind, 0.0), tensor.limit)
-        if tensor.wrong:
-            wrong.append(tensor)
-    wrong.sort(key=lambda tensor: -tensor.share)
-    found.findings += [f"step {found.step}: {tensor}" for tensor in wrong]
-    if names or wrong:
-        found.blame(_blame_of(wrong, found))
+        third = again.saved if again else None
+        saved = compare_steps(original.saved, first.saved, third, rounds=not found.is_same)
+        found.tensors, found.limits = saved.tensors, saved.limits
+        found.equal_bits &= saved.equal_bits
+        found.findings += [
+            f"step {found.step}: {text}" for text in (*saved.other, *saved.wrong)
+        ]
+    follows = saved is not None or wrong_row < max(first.rows)
+    if wrong_row and follows and not (saved and saved.wrong):
+        blamed = f"the row of step {wrong_row} in metrics.jsonl: all that follows is equal"
+    found.blame(blamed)
+    if saved is not None and saved.wrong:
+        found.blame(_blame_of(saved.wrong, found))
+    elif saved is not None and saved.other:
+        found.blame(f"the files of step {found.step}, or what the run counts")
 
 
 def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
     """Return what is wrong if tensors of the checkpoint differ, and no row of metrics before."""
-    if wrong and {_kind(tensor.name) for tensor in wrong} == {"weights"}:
+    from titan.numerics.diff.saved import kind_of
+
+    if {kind_of(tensor.name) for tensor in wrong} == {"weights"}:
         return "the weights of the checkpoint: what the optimizer keeps is equal"
     # What an update changes wrongly changes all gradients of the next step.
-    if (
-        max((tensor.wrong for tensor in wrong), default=0) <= _FEW
-        or found.since + 1 == found.step
-    ):
-        return f"the update of step {found.step}"
+    if found.since + 1 == found.step or max(tensor.wrong for tensor in wrong) <= _FEW:
+        return f"the update of step {found.step}{found.base_after(found.step - 1)}"
     return (
         f"an update of steps {found.since + 1} to {found.step}: their rows of metrics are equal"
     )
 
 
-def _kind(name: str) -> str:
-    """Return "weights", or the last part of the name for what the optimizer keeps, and for the loads of experts."""
-    group, last = name.partition(".")[0], name.rpartition(".")[2]
-    return "weights" if group in ("model", "average") and last != "last_loads" else last
-
-
-def _compare_recorded(found: Audit, original: _Record, first: _Record, again: _Record) -> None:
-    runs = ([*record.recorded.values()] for record in (first, original, again))
-    if differences := compare(*runs).differences:
-        found.findings.append(str(differences[0]))
-        step, kind, name = differences[0].step, differences[0].kind, differences[0].name
-        is_data = kind == "batch"
-        found.blame(
-            f"the samples of step {step}" if is_data else f"the {kind} of {name} in step {step}"
-        )
-
-
 def _compare_rows(
-    found: Audit,
-    ours: Mapping[int, Row],
-    theirs: Mapping[int, Row],
-    again: Mapping[int, Row] | None,
-) -> None:
+    found: Audit, original: Record, first: Record, again: Record | None
+) -> tuple[str, int]:
+    """Compare rows of metrics. Return what is wrong in the first row that differs, and the step of the last one ("" and 0: none)."""
+    ours, theirs = original.rows, {step: values(row) for step, row in first.rows.items()}
+    moved = {step: values(row) for step, row in again.rows.items()} if again else {}
+    for step in sorted({*found.due} - ours.keys() | original.repeated):
+        if found.since < step <= min(found.step, max(ours, default=0)):
+            found.equal_bits = False
+            found.findings.append(
+                f"step {step}: metrics.jsonl has {'no row' if step not in ours else 'several rows'} of it"
+            )
+            found.blame("metrics.jsonl: its rows are not those of the steps")
+    blamed, last = "", 0
     steps = [step for step in sorted(theirs) if step in ours and step > found.since]
-    # The largest of all steps: in a single one, two roundings may cancel.
-    spread = {
-        column: max(
-            0.0 if found.is_same else UNIT["float32"], *_moves(column, theirs, again or {})
-        )
-        for column in _COLUMNS
-    }
-    found.rows, before = len(steps), found.since
+    found.rows = len(steps)
     for step in steps:
-        for column, blamed in _COLUMNS.items():
-            a, b = (rows[step].get(column) for rows in (ours, theirs))
-            if not isinstance(a, int | float) or not isinstance(b, int | float):
+        mine, right = values(ours[step]), theirs[step]
+        begin = max(n for n in (0, *ours, *found.starts) if n < step)
+        losses = [
+            x for n in range(begin + 1, step + 1) if n in theirs for x in theirs[n]["loss"]
+        ]
+        is_known = begin >= found.since and None not in losses
+        right["loss_mean"] = [fmean(losses)] if is_known else []
+        for column in {**_COLUMNS, **mine}:
+            a, b = mine.get(column, []), right.get(column, [])
+            if _is_clock(column) or None in (*a, *b) or not a or not b:
                 continue  # not measured in that step
-            if a == b or (math.isnan(a) and math.isnan(b)):
+            if not (away := apart(a, b)):
                 continue
             found.equal_bits = False
-            size = abs(b) or 1.0
-            if abs(a - b) <= BEYOND * spread[column] * size:
+            # The largest of all steps: in a single one, two roundings may cancel.
+            name = column.removesuffix("_mean")
+            spread = (
+                apart(theirs[n].get(name, []), row.get(name, [])) for n, row in moved.items()
+            )
+            if away <= BEYOND * max(UNIT["float32"] * (not found.is_same), *spread, 0.0):
                 continue
             found.findings.append(
-                f"step {step}: {column} is {a!r}, and {b!r} when computed again"
+                f"step {step}: {column} is {', '.join(map(repr, a))}, and {', '.join(map(repr, b))} when computed again"
             )
-            if (
-                column == "loss"
-                and step > found.since + 1
-                and abs(a - b) < _OTHER_SAMPLES * size
-            ):
-                blamed = f"the update of step {before}, or of one up to step {step - 1}"
-            found.blame(blamed.format(step))
-        before = step
+            guess = _COLUMNS.get(column, f"the {column} of step {{}}")
+            if column in ("loss", "grad_norm"):
+                guess += found.base_after(step - 1)
+            if column == "loss" and step > found.since + 1 and away < _OTHER_SAMPLES:
+                before = steps[steps.index(step) - 1]
+                guess = f"the update of step {before}, or of one up to step {step - 1}"
+            blamed, last = blamed or guess.format(step), step
+    return blamed, last
 
 
-def _moves(column: str, rows: Mapping[int, Row], again: Mapping[int, Row]) -> Iterator[float]:
-    """Yield the relative distances of two runs in a column."""
-    yield 0.0
-    for step in rows.keys() & again.keys():
-        b, c = number(rows[step].get(column)), number(again[step].get(column))
-        if b is not None and c is not None:
-            yield abs(b - c) / (abs(b) or 1.0)
+def _is_clock(column: str) -> bool:
+    """Return whether a column is of clocks and machines, or of more than the steps since a checkpoint."""
+    curve = COLUMNS[column].curve if column in COLUMNS else ""
+    return curve.startswith(_CLOCKS) or column.endswith("_s") or column in _OTHERS

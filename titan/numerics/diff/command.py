@@ -18,63 +18,29 @@ from pathlib import Path
 from statistics import median
 
 from titan.base.untrusted import InputError, read_bytes
-from titan.checkpoint.identity import leaves
+from titan.checkpoint.identity import change_lines, differing, saved_settings
 from titan.checks.rules import load_to_run
-from titan.commands import summary_of
-from titan.config.errors import key_text
 from titan.config.load import load_from_argv
-from titan.config.options import command_parser, mistake, positive, put_json
+from titan.config.options import mistake, put_json
 from titan.config.phases import DEGREES
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.config.toml import format_value, tomllib
+from titan.config.toml import tomllib
 from titan.numerics.certify.command import least_world
 from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only
 from titan.numerics.recorded import RecordedStep, read_steps
+from titan.numerics.tables import TABLES, parser_of
 
 _SHOWN = 8
 _ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more
 _OTHER = {"a": "b", "b": "a"}
 ROUNDED = " again with rounding noise, to measure what is normal"
-# Records that a repeated run need not write.
-RECORDS = ("metrics.enable_tensorboard", "metrics.enable_wandb", "profiling.enable_profiling")
-_OFF = ("validation.enable", *RECORDS)
+_OFF = ("validation.enable", "checkpoint.load_only", *TABLES["records"])
 
 
 def main(argv: list[str]) -> int:
     """Run the command. Return 0 if the runs are equal but for rounding, else 1."""
-    usage = (
-        "A.toml B.toml [--KEY=VALUE ...] [--a.KEY=VALUE] [--b.KEY=VALUE] [--steps N] [--nproc-a N] [--nproc-b M]\n"
-        "       titan diff RUN_A RUN_B [--spread RUN_C]"
-    )
-    parser = command_parser("diff", usage, summary=summary_of("diff"))
-    parser.add_argument(
-        "a", metavar="A", help="the reference: a job file, or the folder of a recorded run"
-    )
-    parser.add_argument("b", metavar="B", help="the other one")
-    about = "steps to train; default: 3"
-    parser.add_argument("--steps", type=positive, default=3, metavar="N", help=about)
-    for side in "ab":
-        parser.add_argument(
-            f"--nproc-{side}",
-            type=positive,
-            metavar="N",
-            help=f"ranks of {side.upper()}; default: the minimum number of ranks",
-        )
-    parser.add_argument(
-        "--spread",
-        type=Path,
-        metavar="RUN_C",
-        help="a run of A's job with debug.record_perturbed: what rounding does",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="folder to keep the run folders in; default: they are deleted",
-    )
-    parser.add_argument("--nproc", type=positive, metavar="N", help="ranks of both")
-    parser.add_json()
+    parser = parser_of("diff")
     options, rest = parser.parse_known_args(argv)
     for word in rest:
         sides = [side for side in "ab" if not word.startswith(f"--{_OTHER[side]}.")]
@@ -192,20 +158,23 @@ def _planned(
     return text, run
 
 
-def differing_keys(a: str, b: str) -> list[str]:
-    """Return a line for each of the first keys in which two resolved jobs differ; none if a job is not known."""
+def differing_keys(a: str, b: str, names: str = "A and B") -> list[str]:
+    """Return a line for each of the first keys in which two resolved jobs differ; none if a job is not known.
+
+    Args:
+        a: the first job, as TOML.
+        b: the second one.
+        names: both jobs, in words.
+    """
     try:
-        one, two = (dict(leaves(tomllib.loads(text))) for text in (a, b))
+        one, two = (saved_settings(text, {}) for text in (a, b))
     except tomllib.TOMLDecodeError:
         return []
-    different = [
-        path for path in one | two if one.get(path) != two.get(path) and path[0] != "job"
-    ]
-    lines = ["A and B are the same job"] if a and b and not different else []
-    for path in different[: _SHOWN if a and b else 0]:
-        values = [format_value(job[path]) if path in job else "not set" for job in (one, two)]
-        lines.append(f"A and B differ in {key_text(path)}: {' -> '.join(values)}")
-    return lines
+    if not (one and two):
+        return []
+    found = {k: pair for k, pair in differing(one, two).items() if not k.startswith("job.")}
+    lines = [f"{names} differ in {line}" for line in change_lines(found)[:_SHOWN]]
+    return lines or [f"{names} are the same job"]
 
 
 def train(job: Sequence[str], *, ranks: int, what: str, python: str = sys.executable) -> None:
@@ -234,7 +203,7 @@ def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> l
     # A checkpoint carries a run over the border of its layouts.
     saves = any(p.model_dump(include=DEGREES, exclude_none=True) for p in config.phase)
     return [
-        *(f"--{key}=false" for key in (*_OFF, "checkpoint.load_only")),
+        *(f"--{key}=false" for key in _OFF),
         f"--checkpoint.enable={str(saves).lower()}",
         "--checkpoint.folder=checkpoint",
         f"--training.steps={min(steps, config.training.steps)}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titan.numerics.recorded import RecordedStep, RecordedTensor
 
@@ -103,6 +104,8 @@ def compare(
     ours: Sequence[RecordedStep],
     theirs: Sequence[RecordedStep],
     spread: Sequence[RecordedStep] = (),
+    *,
+    exact: bool = False,
 ) -> Comparison:
     """Compare two runs.
 
@@ -110,6 +113,7 @@ def compare(
         ours: recorded steps of the reference.
         theirs: those of the other run.
         spread: those of the reference with `debug.record_perturbed`.
+        exact: nothing rounds otherwise, so any difference is one.
     """
     found: list[Difference] = []
     compared = left_out = 0
@@ -138,9 +142,10 @@ def compare(
             ratio = distance(a[key], b[key])
             is_given = key[0] in ("batch", "weight")
             allowed = _allowed(key[0], normal[key]) * (1 if is_given else inherited)
+            allowed *= not exact
             limits[key[0]] = max(allowed, limits.get(key[0], 0.0))
             if ratio <= allowed and not b[key].copies:
-                worst, last = max(worst, ratio / allowed), _words(*key)
+                worst, last = max(worst, ratio and ratio / allowed), _words(*key)
                 continue
             guess = guess_of(a[key], b[key], two.axes)
             line = b[key].line or a[key].line
@@ -257,10 +262,6 @@ def _flat(tensor: RecordedTensor) -> list[float]:
     return [value for row in tensor.sums for value in row]
 
 
-def _size(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values))
-
-
 def parameters_only(steps: Sequence[RecordedStep]) -> str:
     """Return why a comparison names no output of a module, or "" if outputs were recorded."""
     if any(tensor.kind == "output" for step in steps for tensor in step.tensors):
@@ -271,7 +272,7 @@ def parameters_only(steps: Sequence[RecordedStep]) -> str:
 def distance(a: RecordedTensor, b: RecordedTensor) -> float:
     """Return the estimated norm of a difference over the norm of the first tensor."""
     one, two = _flat(a), _flat(b)
-    away, size = _size([x - y for x, y in zip(one, two, strict=True)]), _size(one)
+    away, size = math.dist(one, two), math.hypot(*one)
     if a.norm is not None and b.norm is not None and a.norm:
         # Signs may hide a change of a few values, and norms do not.
         away = max(away, abs(a.norm - b.norm) * math.sqrt(len(a.sums)))
@@ -295,13 +296,13 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
     if b.kind == "batch":
         return ""
     one, two = _flat(a), _flat(b)
-    size = _size(one)
+    size = math.hypot(*one)
     if not all(map(math.isfinite, two)):
         return "it is not finite"
-    if not _size(two):
+    if not any(two):
         return "it is zero"
     factor = sum(x * y for x, y in zip(one, two, strict=True)) / (size * size) if size else 0.0
-    rest = _size([y - factor * x for x, y in zip(one, two, strict=True)])
+    rest = math.dist(two, [factor * x for x in one])
     if rest < _CLOSE * abs(factor) * size and abs(factor - 1) > _CLOSE:
         for axis, n in axes.items():
             if abs(factor / n - 1) < _CLOSE:
@@ -323,6 +324,34 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
     if abs(factor - 1) < _CLOSE:
         return "part of its values are other ones"
     return f"it is {factor:.2g} times the reference, plus other values"
+
+
+def values(table: Any, name: str = "") -> dict[str, list[Any]]:
+    """Return the values of nested tables by their names, those of a list under one name."""
+    if not isinstance(table, dict | list):
+        return {name: [table]}
+    found: dict[str, list[Any]] = {}
+    is_list = isinstance(table, list)
+    for key, inner in enumerate(table) if is_list else table.items():
+        for full, own in values(
+            inner, name if is_list else f"{name}.{key}".lstrip(".")
+        ).items():
+            found.setdefault(full, []).extend(own)
+    return found
+
+
+def apart(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """Return the largest relative distance of two lists of values. It is infinite where anything but floating-point numbers differs."""
+    pairs = zip(a, b, strict=False)
+    return max(map(_apart, pairs), default=0.0) if len(a) == len(b) else math.inf
+
+
+def _apart(pair: tuple[Any, Any]) -> float:
+    a, b = pair
+    if a == b or (a != a and b != b):  # NaN equals nothing
+        return 0.0
+    is_number = isinstance(a, float) and isinstance(b, float)
+    return abs(a - b) / (abs(b) or 1.0) if is_number else math.inf
 
 
 def _differing_chunks(a: RecordedTensor, b: RecordedTensor) -> list[int]:

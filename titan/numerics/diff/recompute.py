@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.base.untrusted import InputError
+from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manifest import find_damage, list_steps
 from titan.checkpoint.storage import Location, as_location, join
@@ -20,15 +21,10 @@ from titan.config.permissions import Loss, permission_of, without_permissions
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.data.tokenizer_files import with_tokenizer
-from titan.numerics.diff.command import RECORDS
+from titan.numerics.recorded import FOLDER, read_steps
+from titan.numerics.tables import TABLES
+from titan.observe.rows import Row, read_rows
 
-_OFF = (
-    *RECORDS,
-    "checkpoint.load_only",
-    "checkpoint.create_seed_checkpoint",
-    "checkpoint.last_save_model_only",
-    "checkpoint.last_save_in_hf",
-)
 _REPLACED = ("job.dump_folder", "metrics.enable_wandb")
 
 
@@ -43,6 +39,30 @@ class Facts:
     platform: str = ""
     hostname: str = ""
     device_names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """Records of a run, or of its recomputation: rows and recorded steps by step, and the checkpoint of its last step.
+
+    Attributes:
+        folder: run folder.
+        saved: the checkpoint, if there is one.
+    """
+
+    folder: Path
+    saved: Location | None
+
+    def __post_init__(self) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        rows = read_rows(metrics) if metrics.exists() else []
+        self.rows: dict[int, Row] = {row["step"]: row for row in rows}
+        self.repeated = {
+            step for step, times in Counter(r["step"] for r in rows).items() if times > 1
+        }
+        has_steps = any((self.folder / FOLDER).glob("step-*.json"))
+        self.recorded = read_steps(self.folder) if has_steps else []
+        self.facts = read_json(self.folder / "environment.json", Facts, within=self.folder)
 
 
 def open_run(
@@ -133,18 +153,15 @@ def recomputation(
     """
     begin = phases_of(config, world_size=world_size)[1:]
     training, schedule = config.training, config.lr_scheduler
-    changes: dict[str, Any] = dict.fromkeys(_OFF, False) | {
+    changes: dict[str, Any] = {
+        **TABLES["records"],
+        **TABLES["recomputed"],
         "training.steps": step,
         # That of the run, on any number of ranks.
         "training.global_batch_size": sequences_of(config, world_size),
         "lr_scheduler.total_steps": schedule.total_steps or training.steps,
-        "metrics.log_freq": 1,
         "checkpoint.enable": base is not None or saves,
-        "checkpoint.folder": "checkpoint",
         "checkpoint.interval": step,
-        "checkpoint.load_step": -1,
-        "checkpoint.async_mode": "disabled",
-        "fault_tolerance.replay_every": 0,
         "debug.record_steps": record,
     }
     if config.phase:
@@ -156,13 +173,7 @@ def recomputation(
     if getattr(config, "evaluation", None):
         changes["evaluation"] = []
     if base is not None:
-        changes |= {
-            "checkpoint.initial_load_path": str(base),
-            "checkpoint.initial_load_model_only": False,
-            "checkpoint.initial_load_in_hf": False,
-            "checkpoint.initial_load_changes": [],
-            "checkpoint.exclude_from_loading": [],
-        }
+        changes |= {"checkpoint.initial_load_path": str(base), **TABLES["loaded"]}
     return changes
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan.checkpoint.manager import load, stored_shapes
+from titan.checkpoint.manager import load, read_metadata, stored_shapes
 from titan.checkpoint.storage import Location
-from titan.numerics.diff.compare import BEYOND
+from titan.numerics.diff.compare import BEYOND, UNIT, apart, values
 
 _READ_AT_ONCE = 2**28  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,6 +52,25 @@ class SavedTensor:
         return f"{where} is {self.saved:.9g}, and {self.computed:.9g} when computed again{flip}{many}"
 
 
+@dataclass
+class SavedStep:
+    """Comparison of a step that two runs saved.
+
+    Attributes:
+        tensors: number of tensors that were compared.
+        equal_bits: whether everything has the same bits.
+        other: what else differs, in words.
+        wrong: tensors that differ beyond rounding, the furthest first.
+        limits: for each kind of tensor, the largest change that may be rounding.
+    """
+
+    tensors: int = 0
+    equal_bits: bool = True
+    other: list[str] = field(default_factory=list)
+    wrong: list[SavedTensor] = field(default_factory=list)
+    limits: dict[str, float] = field(default_factory=dict)
+
+
 def compare_saved(
     saved: Location, computed: Location, again: Location | None, *, rounds: bool
 ) -> Iterator[SavedTensor]:
@@ -79,10 +98,64 @@ def compare_saved(
         names = names[count:]
 
 
-def names_apart(saved: Location, computed: Location) -> list[str]:
-    """Return the names of tensors that only one of two checkpoints holds, or that have another shape or dtype."""
-    a, b = stored_shapes(saved), stored_shapes(computed)
-    return sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n) and not _is_random(n))
+def compare_steps(
+    saved: Location, computed: Location, again: Location | None, *, rounds: bool
+) -> SavedStep:
+    """Compare a step that a run saved with the same step of a second run: titan.json, and what `compare_saved` does.
+
+    Args:
+        saved: the step.
+        computed: that of the second run.
+        again: that of a third one, see `compare_saved`.
+        rounds: see `compare_saved`.
+    """
+    found = SavedStep()
+    if not read_metadata(saved).get("model_only"):  # the last save may hold weights alone
+        a, b = stored_shapes(saved), stored_shapes(computed)
+        found.other = [
+            f"{name} is in one checkpoint only, or has another shape"
+            for name in sorted(a.keys() | b.keys())
+            if a.get(name) != b.get(name) and not _is_random(name)
+        ]
+    one, two, three = (
+        {} if path is None else _facts(path) for path in (saved, computed, again)
+    )
+    for name in one.keys() | two.keys():
+        # Another titan may have other facts.
+        ours, theirs = one.get(name), two.get(name)
+        if ours == theirs or (None in (ours, theirs) and not name.startswith("data.")):
+            continue
+        found.equal_bits = False
+        spread = apart(theirs or [], three.get(name, [])) if three else 0.0
+        if apart(ours or [], theirs or []) > BEYOND * max(spread, UNIT["float32"] * rounds):
+            found.other.append(
+                f"{name} in titan.json is {_text(ours)}, and {_text(theirs)} when computed again"
+            )
+    found.equal_bits &= not found.other
+    for tensor in compare_saved(saved, computed, again, rounds=rounds):
+        found.tensors += 1
+        found.equal_bits &= not tensor.other
+        kind = kind_of(tensor.name)
+        found.limits[kind] = max(found.limits.get(kind, 0.0), tensor.limit)
+        found.wrong += [tensor] * bool(tensor.wrong)
+    found.wrong.sort(key=lambda tensor: -tensor.share)
+    return found
+
+
+def _facts(step: Location) -> dict[str, list[Any]]:
+    """Return what titan.json says, but for the job, its row of metrics and the place of a tokenizer."""
+    facts = {k: v for k, v in read_metadata(step).items() if k not in ("config", "metrics")}
+    return {name: found for name, found in values(facts).items() if not name.endswith(".file")}
+
+
+def _text(found: list[Any] | None) -> str:
+    return "nothing" if found is None else ", ".join(map(str, found))
+
+
+def kind_of(name: str) -> str:
+    """Return "weights", or the last part of the name for what the optimizer keeps, and for the loads of experts."""
+    group, last = name.partition(".")[0], name.rpartition(".")[2]
+    return "weights" if group in ("model", "average") and last != "last_loads" else last
 
 
 def _is_random(name: str) -> bool:

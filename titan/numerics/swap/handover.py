@@ -20,6 +20,7 @@ from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.manifest import NAME, read_manifest
 from titan.checkpoint.storage import LocalStorage, Location, join, storage_of
+from titan.config.toml import format_value
 from titan.observe.rows import Row, read_rows
 from titan.observe.run_log import EVENTS, read_events
 
@@ -63,6 +64,12 @@ class Handover:
             raise InputError(f"job.dump_folder: {self.target} exists; name a new folder")
         self.work.mkdir(parents=True, exist_ok=True)
         return next((int(path.name[5:]) for path in self.work.glob("run/**/step-*")), newest)
+
+    def job(self, name: str, text: str) -> str:
+        """Write a file of keys into the work folder. Return its name."""
+        file = self.work / f"{name}.toml"
+        file.write_text(text, encoding="utf-8")
+        return str(file)
 
     def part(self, name: str, make: Callable[[Path], object]) -> Path:
         """Return a folder of the work folder. Unless it is there, `make` makes it under another name."""
@@ -111,6 +118,12 @@ class Handover:
         write_text_atomically(self.work / "run" / LINEAGE, text)
         LocalStorage().rename(self.work / "run", self.target)
         shutil.rmtree(self.work)
+
+
+def toml_lines(values: Mapping[str, Any]) -> str:
+    """Return keys as TOML, without those that are not set."""
+    lines = (f"{k} = {format_value(v)}\n" for k, v in values.items() if v is not None)
+    return "".join(lines)
 
 
 def lineage(run: Path) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from titan.config.schema import JobConfig
 from titan.numerics.diff.compare import compare
-from titan.numerics.recorded import RecordedStep
-from titan.observe.rows import read_rows
+from titan.numerics.diff.recompute import Record
+from titan.numerics.tables import TABLES
 
+AS_THEY_ARE, FLOAT32 = "", "in float32, "
+FOLDER = "with the command that goes on, in the new folder, "
 VERDICTS = EQUAL, ROUNDED, DIFFERS = ("equal bits", "equal but for rounding", "differs")
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Proof:
         left_out: number of those that one of them did.
         hidden: for each kind of tensor, the largest relative change that rounding may hide.
         steps: the steps.
+        saved: differences of what both saved after the last step, in words.
+        unclear: why the verdict says nothing, in words; "": it does.
     """
 
     verdict: str
@@ -65,6 +70,24 @@ class Proof:
     left_out: int
     hidden: dict[str, float]
     steps: list[StepProof]
+    saved: list[str]
+    unclear: str
+
+    @property
+    def first(self) -> str:
+        """Return the first difference, in words."""
+        found = [step.first for step in self.steps if step.first] + self.saved
+        return found[0] if found else "the step was not trained"
+
+    @property
+    def may_be_clear(self) -> bool:
+        """Return whether float32 may tell what this precision does not."""
+        return bool(self.unclear) and self.precision != "float32 (old) and float32 (new)"
+
+    @property
+    def passes(self) -> bool:
+        """Return whether the jobs are the same."""
+        return self.verdict != DIFFERS and not self.unclear
 
     def lines(self) -> list[str]:
         """Return the lines of the report."""
@@ -74,6 +97,7 @@ class Proof:
         lines = [
             "    step  old loss    new loss",
             *map(str, self.steps),
+            *self.saved[:_SHOWN],
             f"{self.verdict}: {what}",
         ]
         if self.verdict == ROUNDED:
@@ -83,30 +107,95 @@ class Proof:
 
 
 def prove(
-    old: Sequence[RecordedStep], new: Sequence[RecordedStep], spread: Sequence[RecordedStep]
+    old: Record,
+    new: Record,
+    spread: Record | None = None,
+    *,
+    is_exact: bool = False,
+    rounds: bool = True,
+    why: str = "",
 ) -> Proof:
-    """Compare the steps of two jobs.
+    """Compare the steps of two jobs, and what they saved at the end.
 
     Args:
-        old: recorded steps of the old job.
-        new: those of the new one.
-        spread: those of the old one, disturbed by rounding. Empty: the bits have to be equal.
+        old: the old job.
+        new: the new one.
+        spread: the old one once more, disturbed by rounding or as it was. None: the bits have to be equal.
+        is_exact: see `compare`.
+        rounds: the new job rounds otherwise.
+        why: reason for which rounding can hide anything.
     """
-    steps = []
-    for a, b in zip(old, new, strict=True):
-        found = compare([a], [b], spread)
+    from titan.numerics.diff.saved import compare_steps
+
+    third = spread.recorded if spread else ()
+    steps, findings = [], list[str]()
+    for a, b in zip(old.recorded, new.recorded, strict=False):
+        found = compare([a], [b], third, exact=is_exact)
         first = str(found.differences[0]) if found.differences else ""
         verdict = DIFFERS if first else ROUNDED if found.worst else EQUAL
         steps.append(StepProof(a.step, a.loss, b.loss, verdict, found.worst, first))
-    worst = max((step.verdict for step in steps), key=VERDICTS.index)
-    whole = compare(old, new, spread)
-    precision = f"{old[0].computes_in} (old) and {new[0].computes_in} (new)"
-    return Proof(worst, precision, whole.compared, whole.left_out, whole.limits, steps)
+    verdicts = [step.verdict for step in steps] or [DIFFERS]
+    if old.saved is not None and new.saved is not None:
+        saved = compare_steps(
+            new.saved, old.saved, spread.saved if spread else None, rounds=rounds
+        )
+        texts = (*saved.other, *saved.wrong)
+        findings = [
+            f"saved: {text}".replace("when computed again", "in the old job") for text in texts
+        ]
+        verdicts.append(DIFFERS if findings else EQUAL if saved.equal_bits else ROUNDED)
+    verdict = max(verdicts, key=VERDICTS.index)
+    whole = compare(old.recorded, new.recorded, third, exact=is_exact)
+    both = [run.recorded[0].computes_in for run in (old, new) if run.recorded]
+    wide = [
+        f"{limit:.0%} of {kind}s"
+        for kind, limit in whole.limits.items()
+        if limit > TABLES["limits"].get(kind, math.inf)
+        and (kind != "update" or {*both} != {"float32"})
+    ]
+    hides = f"rounding may hide {', '.join(wide)}" if wide else ""
+    unclear = (why or hides) if verdict == ROUNDED else ""
+    return Proof(
+        verdict,
+        " (old) and ".join(both) + " (new)",
+        whole.compared,
+        whole.left_out,
+        whole.limits,
+        steps,
+        findings,
+        unclear,
+    )
 
 
-def speed(run: Path, *, after: int) -> dict[str, float]:
+def verdict_of(proofs: Mapping[str, Proof], what: str) -> str:
+    """Return the result for whoever signs it, in a line.
+
+    Args:
+        proofs: of the jobs as they are, perhaps in float32, and of the first step in the new folder, by their names.
+        what: what was compared, in words.
+    """
+    for name, proof in proofs.items():
+        if proof.verdict == DIFFERS:
+            return f"REFUSED: {name}{proof.first.splitlines()[0]}"
+    first = proofs[AS_THEY_ARE]
+    decides = proofs.get(FLOAT32, first)
+    if decides.unclear:
+        return f"CANNOT BE TOLD: {decides.unclear}"
+    worst = max(step.worst for step in decides.steps)
+    how = f" (largest difference: {worst:.0%} of the bound)" if worst else ""
+    more = (
+        f"; float32 decides, since in {first.precision} {first.unclear}"
+        if first.unclear
+        else ""
+    )
+    return (
+        f"PASS: {decides.verdict}{how} in {what}{more}; so is the first step in the new folder"
+    )
+
+
+def speed(run: Record, *, after: int) -> dict[str, float]:
     """Return the median tokens/s, and GiB of a rank, in a run's steps after one."""
-    rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] > after]
+    rows = [row for step, row in run.rows.items() if step > after]
     names = ("tokens_per_s", "memory_gib") if rows else ()
     return {name: median(row[name] for row in rows) for name in names}
 
