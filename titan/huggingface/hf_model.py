@@ -25,7 +25,7 @@ from titan.data.unread import file_line
 INDEX = "model.safetensors.index.json"
 OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
 # Experts as transformers 5 has them in memory, and saves them with save_original_format=False: in one tensor (E, 2 I, D) gate over up.
-_FUSED = ".experts.gate_up_proj"
+FUSED = ".experts.gate_up_proj"
 
 
 def differences(sizes: Any, other: Any) -> dict[str, Any]:
@@ -136,10 +136,6 @@ class HFModel:
             buffers,
         )
 
-    def hf_name(self, ours: str) -> str:
-        """Return the name on disk of one of our parameters, also of one that is not there, as a tied output layer."""
-        return self.hooks.hf_name_of(self.sizes)(ours)
-
     def with_copies(self) -> HFModel:
         """Return the model as it is exported, with the copies of embeddings that readers of its MTP modules expect."""
         return dataclasses.replace(self, copies=self.hooks.hf_copies(self.sizes))
@@ -152,7 +148,7 @@ class HFModel:
                 names = {
                     n: re.sub(f"^{re.escape(ours)}", theirs, name) for n, name in names.items()
                 }
-        if any(name.endswith(_FUSED) for name in files):
+        if any(name.endswith(FUSED) for name in files):
             of_one = r"\.\{\}\.(?:gate|up|(down))_proj\.weight$"
             names = {
                 n: re.sub(of_one, lambda m: f".{m[1] or 'gate_up'}_proj", name)
@@ -165,12 +161,6 @@ class HFModel:
         """Return the name of the model's class in transformers."""
         config = self.hooks.hf_config(self.sizes)
         return config.get("_class_name") or config["architectures"][0]
-
-    @property
-    def index_name(self) -> str:
-        """Return the file name of the index."""
-        kind = self.hooks.hf_config(self.sizes)
-        return OF_DIFFUSERS + INDEX if "_class_name" in kind else INDEX
 
     @property
     def off_disk(self) -> list[str]:
@@ -225,7 +215,7 @@ class HFModel:
 
 def joined_dim(theirs: str) -> int:
     """Return the dimension along which several parameters are one tensor on disk: the columns, or the rows of fused experts."""
-    return -2 if theirs.endswith(_FUSED) else -1
+    return -2 if theirs.endswith(FUSED) else -1
 
 
 def hooks_of(name: str) -> Any:

@@ -41,6 +41,7 @@ from titan.data import require
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 from .hf_model import (
+    FUSED,
     INDEX,
     OF_DIFFUSERS,
     HFModel,
@@ -353,10 +354,13 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     wanted: dict[str, Form] = {}
     for name, tensor in model.on_disk.items():
         wanted |= stored_as(name, list(tensor.shape), folder.files)
-    source = _listing(folder.path)
-    for name in wanted.keys() - folder.files.keys():
+    source, missing = _listing(folder.path), wanted.keys() - folder.files.keys()
+    if missing and any(name.endswith(FUSED) for name in folder.files):
+        yield f"{source}: its experts are fused ({FUSED}), as transformers 5 has them in memory; save it again by save_pretrained"
+    for name in missing:
         yield f"{source}: tensor {name} is missing"
-    tied = {model.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
+    name_of = model.hooks.hf_name_of(model.sizes)
+    tied = {name_of("output.weight")} if model.sizes.tied_embeddings else set()
     skipped = tuple(left_out(folder, model))
     # Folders of tied models may still contain the output layer.
     for name in folder.files.keys() - wanted.keys() - tied:
