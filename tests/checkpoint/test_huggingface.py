@@ -508,7 +508,25 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
         "architecture GPT2LMHeadModel does not go with model_type llama",
     ),
-    "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "activation": (
+        lambda f: change_config(f, hidden_act="swish"),
+        "hidden_act is 'swish'; titan's model has 'silu' and nothing else; "
+        'model.name = "transformers" with model.hf_path runs it',
+    ),
+    "window": (
+        lambda f: change_config(f, layer_types=["sliding_attention", "full_attention"]),
+        "config.json: layer_types has sliding layers, and no window is set for them",
+    ),
+    "window that the class drops": (
+        lambda f: change_config(
+            f,
+            architectures=["Qwen3ForCausalLM"],
+            model_type="qwen3",
+            layer_types=["sliding_attention"] * 2,
+            sliding_window=16,
+        ),
+        "config.json: layer_types has sliding layers, and no window is set for them",
+    ),
     "bias": (lambda f: change_config(f, attention_bias=True), "attention_bias is True"),
     "rope": (
         lambda f: change_config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),

@@ -56,7 +56,7 @@ def damage(folder: Path) -> dict[Path, str]:
         "quotes.jsonl": (b'{"text": "' + b'\\"' * 10**7, ":1: not a line of JSON"),
         "deep.jsonl": (b"[" * 10**5 + b"]" * 10**5, ":1: not a line of JSON that can be read"),
         "endless.jsonl": (b"x" * 7 * 10**7, ":1: a line of more than 64 MiB"),
-        "number.jsonl": (b'{"text": 1' + b"0" * 10**5 + b"}", ":1: not a line of JSON"),
+        "number.jsonl": (b'{"text": 1' + b"0" * 10**5 + b"}", ":1: 'text' is a number"),
         "keys.jsonl": (
             json.dumps({ESCAPE + str(n) * 99: 0 for n in range(9999)}).encode(),
             ":1: no text under 'text'",

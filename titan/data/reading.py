@@ -30,6 +30,7 @@ from titan.data import DataError, require
 from titan.data.files import ending_of
 from titan.data.rows import (
     SET_KEY,
+    Digits,
     LongText,
     NoText,
     TakeRow,
@@ -237,8 +238,19 @@ def read_row(line: bytes, *, where: str) -> Any:
         plain = line.replace(b"\\\\", b"").replace(b'\\"', b"")
         if len(re.sub(rb'"[^"]*"?', b"", plain)) > _MAX_STRUCTURE_BYTES:
             raise DataError(f"{where}: a long line, and not for its text; is it JSON Lines?")
+    if not (encoding := json.detect_encoding(line)).startswith("utf-8"):
+        raise DataError(
+            f"{where}: is {encoding}, not UTF-8; convert it (iconv) or leave it out"
+        )
     try:
-        return json.loads(line)
+        text = line.decode(encoding, "surrogatepass")
+        try:
+            return json.loads(text)
+        except ValueError:  # perhaps for an integer that Python does not read
+            return json.loads(text, parse_int=lambda n: int(n) if len(n) < 4300 else Digits(n))
+    except UnicodeDecodeError as error:
+        fix = "convert it (iconv) or leave it out"
+        raise DataError(f"{where}: not UTF-8 at byte {error.start}; {fix}") from error
     except ValueError as error:
         hint = (
             "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
@@ -349,8 +361,9 @@ def read_parquet(
                     if take is None:
                         yield row_text(plain_text(value[key], key, where=where), others)
                     else:
-                        fields = without_nulls(value) | dict.fromkeys(others, True)
-                        yield take(fields, key, where=f"{file}, row {row}")
+                        place = f"{file}, row {row}"
+                        fields = without_nulls(value, where=place) | dict.fromkeys(others, True)
+                        yield take(fields, key, where=place)
             meter.here = size * (number + 1) // table.num_row_groups
 
 

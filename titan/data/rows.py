@@ -13,8 +13,14 @@ from typing import Any, Protocol
 from titan.data import DataError
 
 SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
+
+
+class Digits(str):
+    """Digits of an integer that is too long for Python's `int`."""
+
+
 _NO_TEXT = {int: "a number", float: "a number", bool: "true or false"}
-_NO_TEXT |= {list: "a list", dict: "an object", bytes: "binary"}
+_NO_TEXT |= {list: "a list", dict: "an object", Digits: "a number"}
 
 
 class RowText(str):
@@ -91,18 +97,33 @@ def field(row: Any, key: str, *, where: str) -> RowText:
     return row_text(plain_text(fields[key], key, where=where), others)
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value without the nulls of its objects: a Parquet column gives each object the fields of all rows."""
+def without_nulls(value: Any, *, where: str) -> Any:
+    """Return a value without the nulls of its objects, since a Parquet column gives each object the fields of all rows. Bytes are text."""
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        fields = {key: without_nulls(inner, where=where) for key, inner in value.items()}
+        return {key: inner for key, inner in fields.items() if inner is not None}
+    if isinstance(value, bytes):
+        return _decoded(value, where=where)
+    if isinstance(value, list):
+        return [without_nulls(inner, where=where) for inner in value]
+    return value
+
+
+def _decoded(text: bytes, *, where: str) -> str:
+    """Return the text of a binary Parquet column, as Spark writes texts."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: is binary, and no UTF-8 text ({SET_KEY})") from error
 
 
 def plain_text(text: Any, key: str, *, where: str) -> str:
     """Return the text of a field, or "" for null."""
     if text is None:
         return ""
-    if not isinstance(text, str):
+    if isinstance(text, bytes):
+        text = _decoded(text, where=f"{where}: '{key}'")
+    if not isinstance(text, str) or isinstance(text, Digits):
         kind = _NO_TEXT.get(type(text), type(text).__name__)
         raise DataError(f"{where}: '{key}' is {kind}, not text ({SET_KEY})")
     # JSON can spell half a surrogate pair and UTF-8 cannot, so it becomes U+FFFD.
