@@ -209,10 +209,7 @@ def require(
     # Llama's class in transformers does not read the types, and Qwen3's drops the window without use_sliding_window.
     has_window = hf.get("sliding_window") and not str(hf.get("model_type")).startswith("qwen3")
     if "sliding_attention" in (hf.get("layer_types") or ()) and not has_window:
-        raise ValueError(
-            "layer_types has sliding layers, and no window is set for them: use 'full_attention', or set the window; "
-            + _RUNS_OTHERS
-        )
+        raise ValueError("layer_types has sliding layers, and no window is set for them")
     found = hf.get("quantization_config")
     if found and (found.get("quant_method"), found.get("weight_block_size")) != quantized:
         form = (

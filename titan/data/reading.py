@@ -35,9 +35,9 @@ from titan.data.rows import (
     NoText,
     TakeRow,
     field,
+    from_parquet,
     plain_text,
     row_text,
-    without_nulls,
 )
 
 # Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
@@ -238,23 +238,17 @@ def read_row(line: bytes, *, where: str) -> Any:
         plain = line.replace(b"\\\\", b"").replace(b'\\"', b"")
         if len(re.sub(rb'"[^"]*"?', b"", plain)) > _MAX_STRUCTURE_BYTES:
             raise DataError(f"{where}: a long line, and not for its text; is it JSON Lines?")
-    if not (encoding := json.detect_encoding(line)).startswith("utf-8"):
-        raise DataError(
-            f"{where}: is {encoding}, not UTF-8; convert it (iconv) or leave it out"
-        )
     try:
-        text = line.decode(encoding, "surrogatepass")
         try:
-            return json.loads(text)
+            return json.loads(line)
         except ValueError:  # perhaps for an integer that Python does not read
-            return json.loads(text, parse_int=lambda n: int(n) if len(n) < 4300 else Digits(n))
-    except UnicodeDecodeError as error:
-        fix = "convert it (iconv) or leave it out"
-        raise DataError(f"{where}: not UTF-8 at byte {error.start}; {fix}") from error
+            return json.loads(line, parse_int=lambda n: int(n) if len(n) < 4300 else Digits(n))
     except ValueError as error:
         hint = (
             "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
         )
+        if isinstance(error, UnicodeDecodeError):
+            hint = "; convert the file to UTF-8 (iconv), or leave it out"
         raise DataError(f"{where}: not a line of JSON: {error}{hint}") from error
     except RecursionError:
         raise DataError(
@@ -358,12 +352,12 @@ def read_parquet(
                             f"{file}: its {size:,} bytes hold more than {most_chars:,} characters, which no text does; "
                             "replace the file or leave it out"
                         )
+                    place = where if take is None else f"{file}, row {row}"
+                    fields = from_parquet(value, where=place)
                     if take is None:
-                        yield row_text(plain_text(value[key], key, where=where), others)
+                        yield row_text(plain_text(fields.get(key), key, where=where), others)
                     else:
-                        place = f"{file}, row {row}"
-                        fields = without_nulls(value, where=place) | dict.fromkeys(others, True)
-                        yield take(fields, key, where=place)
+                        yield take(fields | dict.fromkeys(others, True), key, where=place)
             meter.here = size * (number + 1) // table.num_row_groups
 
 

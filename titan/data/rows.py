@@ -97,33 +97,25 @@ def field(row: Any, key: str, *, where: str) -> RowText:
     return row_text(plain_text(fields[key], key, where=where), others)
 
 
-def without_nulls(value: Any, *, where: str) -> Any:
-    """Return a value without the nulls of its objects, since a Parquet column gives each object the fields of all rows. Bytes are text."""
+def from_parquet(value: Any, *, where: str) -> Any:
+    """Return a value without the nulls of its objects, which get the fields of all rows, and with bytes, as Spark writes them, as text."""
     if isinstance(value, dict):
-        fields = {key: without_nulls(inner, where=where) for key, inner in value.items()}
-        return {key: inner for key, inner in fields.items() if inner is not None}
+        fields = value.items()
+        return {k: from_parquet(v, where=where) for k, v in fields if v is not None}
     if isinstance(value, bytes):
-        return _decoded(value, where=where)
-    if isinstance(value, list):
-        return [without_nulls(inner, where=where) for inner in value]
-    return value
-
-
-def _decoded(text: bytes, *, where: str) -> str:
-    """Return the text of a binary Parquet column, as Spark writes texts."""
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is binary, and no UTF-8 text ({SET_KEY})") from error
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            message = f"{where}: a column is binary, and no UTF-8 text ({SET_KEY})"
+            raise DataError(message) from error
+    return [from_parquet(v, where=where) for v in value] if isinstance(value, list) else value
 
 
 def plain_text(text: Any, key: str, *, where: str) -> str:
     """Return the text of a field, or "" for null."""
     if text is None:
         return ""
-    if isinstance(text, bytes):
-        text = _decoded(text, where=f"{where}: '{key}'")
-    if not isinstance(text, str) or isinstance(text, Digits):
+    if type(text) in _NO_TEXT or not isinstance(text, str):
         kind = _NO_TEXT.get(type(text), type(text).__name__)
         raise DataError(f"{where}: '{key}' is {kind}, not text ({SET_KEY})")
     # JSON can spell half a surrogate pair and UTF-8 cannot, so it becomes U+FFFD.
