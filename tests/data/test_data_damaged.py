@@ -17,6 +17,7 @@ import pytest
 
 import titan.data.writer as writer
 from tests.support.commands import command
+from tests.support.tables import table
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.cache import describe
@@ -282,23 +283,7 @@ def test_memory_does_not_depend_on_the_size_of_a_document(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (
-            {
-                "splits": {
-                    "train": [{"file": "../../etc/passwd", "tokens": 5}],
-                    "validation": [],
-                }
-            },
-            "match",
-        ),
-        ({"splits": {"train": []}}, "expected train and validation"),
-        (
-            {"splits": {"train": [{"file": "a-0.bin", "tokens": -1}], "validation": []}},
-            "greater",
-        ),
-        ({"vocab_size": "many"}, "vocab_size: "),
-    ],
+    table(__file__, "a_damaged_index_is_one_line"),
 )
 def test_a_damaged_index_is_one_line(
     tmp_path: Path, change: dict[str, object], message: str
