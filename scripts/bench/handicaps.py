@@ -1,6 +1,6 @@
 """Does `titan compare` price a recipe right? `python scripts/bench/handicaps.py FOLDER`
 
-Small Llamas learn the bytes of the Python library. `titan compare` prices six pairs of short runs with three seeds. Longer runs with three
+Small Llamas learn the bytes of the Python library. `titan compare` prices seven pairs of short runs with three seeds. Longer runs with three
 other seeds tell the truth: the tokens after which B has the loss of A. With a constant rate they are read off one long run; with a
 decaying rate a run of each length is trained. The last pair has two layouts with two prices, so that its truth is in money.
 Runs that are in the folder are not trained again.
@@ -53,6 +53,7 @@ PAIRS = {
     "AdamW for Muon": ([], ["optimizer.name=Muon"], False, 1),
     "half the rate, decaying": ([], [RATE], True, 1),
     "AdamW for Muon, decaying": ([], ["optimizer.name=Muon"], True, 1),
+    "a sixth of the width of the MLP, decaying": ([], [WIDTH], True, 1),
     "half the rate on two ranks at 3 per hour": (
         [],
         [RATE, "simulator.run.gpu_hour_price=3"],

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,8 @@ def test_parquet_texts_may_be_binary(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "a.parquet")
     assert read(s.ParquetSource(path=str(tmp_path))) == ["na\u00efve"]
     source = s.ParquetSource(path=str(tmp_path), messages_key="messages")
-    [found, _] = (json.loads("".join(d.read())) for d in open_documents(source).read())
+    documents: Any = open_documents(source).read()
+    [found, _] = (json.loads("".join(document.read())) for document in documents)
     assert found[0] == {"role": "user", "content": "na\u00efve"}
     parquet.write_table(pa.table({"text": [b"\xff"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="row group 0: a column is binary, and no UTF-8 text"):

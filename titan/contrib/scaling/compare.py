@@ -21,19 +21,17 @@ from titan.config.schema import JobConfig
 from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.diff.command import differing_keys
 from titan.sim.report.intervals import ratio_width
-from titan.tools.plot import points
 
 from . import paired, picture, sweep
 from .budget import simulated
 from .law import Fit, load_law
 from .paired import FAR, Curve, Estimate
-from .sides import Measure, Side, measure_of, why_speeds_differ
+from .sides import Side, measure_of, why_speeds_differ
 
 SUMMARY = "Which of two recipes is better, in loss, tokens, time and money. docs/scaling.md"
 # A difference of so many half widths is found in 79% of comparisons with three seeds, and in 90% with ten (drawn).
 _SURE = 2
 _DECAYS = "the learning rate decays, so that prices in tokens are the least that the gap is worth: use --law"
-Changes = dict[str, Estimate | None]
 
 
 @dataclass
@@ -43,33 +41,28 @@ class Report:
     Attributes:
         unit: Unit of a loss.
         seeds: Seeds whose runs both sides finished.
-        curves: Losses over tokens of A and of B, for each seed.
-        gap: Loss of B less that of A; None with fewer than two pairs.
-        changes: Logarithms of factors from A to B, by what changes; None: not known.
-        rows: Rows of the table: a name, and the cells of A and B.
-        lost: Runs that diverged or are not finished, in words.
         notes: Lines below the answer.
+        rows: Rows of the table: a name, and the cells of A and B.
+        lost: Runs that diverged or did not finish, in words.
+        gap: Loss of B less that of A; None with fewer than two pairs.
         times: Seconds a token of A and of B; 0: not known.
+        changes: Logarithms of factors from A to B, by what changes, as far as they are known.
     """
 
     unit: str
     seeds: list[int]
-    curves: list[list[Curve]] = field(default_factory=list)
-    gap: Estimate | None = None
-    changes: Changes = field(default_factory=dict)
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    notes: list[str]
+    rows: list[list[str]] = field(default_factory=lambda: [["", "A", "B"]])
     lost: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    gap: Estimate | None = None
     times: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    changes: dict[str, Estimate] = field(default_factory=dict)
 
-    def add(self, name: str, form: str, figures: Sequence[float | None]) -> None:
-        """Add a row of the figures of A and B, with a dash for an unknown one."""
-        a, b = ("-" if x is None else format(x, form) for x in figures)
-        self.rows.append((name, a, b))
-
-    def table(self) -> list[str]:
-        """Return the lines of the table."""
-        return [f"{name:24}{a:>12}{b:>12}" for name, a, b in [("", "A", "B"), *self.rows]]
+    def add(self, name: str, form: str, columns: Sequence[Sequence[float]]) -> list[float]:
+        """Add a row of the means of A's and B's figures, with a dash for no figure, and return them."""
+        means = [fmean(column) if column else 0.0 for column in columns]
+        self.rows.append([name, *(format(mean, form) if mean else "-" for mean in means)])
+        return means
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,29 +88,30 @@ def main(argv: list[str] | None = None) -> int:
     configs = [with_tokenizer(side.first.config, run=side.first.folder) for side in (a, b)]
     differing = _require_different(configs, options)
     ranks = [side.first.ranks for side in (a, b)]
-    measure = measure_of(configs, ranks)
-    report = _of_losses(a, b, measure)
-    report.notes += differing
+    unit, curve, last, note = measure_of(configs, ranks)
+    report = Report(unit, sorted(a.done.keys() & b.done.keys()), [note, *differing])
+    _add_losses(report, a, b, last)
     if options.hardware:
-        _simulate(report, jobs, options.hardware, ranks=nproc)
+        ranks = [nproc] * 2
+        _add_simulation(report, jobs, options.hardware, ranks=nproc)
     else:
-        _measure_times(report, a, b)
-    _price(report, a, b, law, name=options.law)
-    prices = [config.simulator.run.gpu_hour_price for config in configs]
-    _add_money(report, prices, [nproc] * 2 if options.hardware else ranks)
-    answer = sentence(report.gap, report.unit, report.changes, report.lost)
-    changes = {what: _finite(change) for what, change in report.changes.items()}
-    found = {"gap": report.gap, "changes": changes, "answer": answer}
-    if not put_json({**found, "rows": report.rows, "notes": report.notes}, options.json):
-        print("\n".join([*report.table(), "", answer, *report.notes]))
+        _add_measured(report, a, b)
+    curves = [[side.curve(seed, curve) for side in (a, b)] for seed in report.seeds]
+    decays = any(run.decays for side in (a, b) for run in side.done.values())
+    _add_price(report, curves, law, decays=decays)
+    _add_money(report, [config.simulator.run.gpu_hour_price for config in configs], ranks)
+    answer = sentence(report.gap, unit, report.changes, report.lost)
+    # JSON has no infinite number.
+    changes = {
+        what: [x if math.isfinite(x) else None for x in c] for what, c in report.changes.items()
+    }
+    found = {"gap": report.gap, "changes": changes, "answer": answer, "notes": report.notes}
+    if not put_json({**found, "rows": report.rows}, options.json):
+        table = [f"{name:24}{a:>12}{b:>12}" for name, a, b in report.rows]
+        print("\n".join([*table, "", answer, *report.notes]))
     if options.plot and report.gap:
-        picture.draw_comparison(report.curves, answer.replace("; ", "\n"), options.plot)
+        picture.draw_comparison(curves, answer.replace("; ", "\n"), options.plot)
     return 0
-
-
-def _finite(change: Estimate | None) -> list[float | None] | None:
-    """Return an estimate as JSON can write it."""
-    return None if change is None else [end if math.isfinite(end) else None for end in change]
 
 
 def _parser() -> CommandParser:
@@ -188,64 +182,53 @@ def _require_different(configs: Sequence[JobConfig], options: Namespace) -> list
     return lines
 
 
-def _of_losses(a: Side, b: Side, measure: Measure) -> Report:
-    """Return a report with the losses, and with what became of the runs."""
-    report = Report(measure.unit, sorted(a.done.keys() & b.done.keys()), notes=[*measure.notes])
+def _add_losses(report: Report, a: Side, b: Side, last: str) -> None:
+    """Add the losses, and what became of the runs."""
     losses = []
     for seed in report.seeds:
-        pair = [points(side.done[seed].rows, "tokens", measure.last) for side in (a, b)]
-        if measure.last != "loss_mean":
+        pair = [side.curve(seed, last) for side in (a, b)]
+        if last != "loss_mean":
             pair = paired.in_common(*pair)
         if pair[0][0]:
             losses.append(paired.finals(*pair))
-        curves = [points(side.done[seed].rows, "tokens", measure.curve) for side in (a, b)]
-        report.curves.append(curves)
     if len(losses) > 1:
         report.gap = paired.mean_of([y - x for x, y in losses])
-    means = [fmean(column) for column in zip(*losses, strict=True)] or [None, None]
-    report.add(f"loss, {measure.unit}", ".4f", means)
-    for state, said in (("diverged", "diverged"), ("not finished", "did not finish")):
-        counts = [side.count(state) for side in (a, b)]
+    report.add(f"loss, {report.unit}", ".4f", [*zip(*losses, strict=True)] or [(), ()])
+    for state in ("diverged", "did not finish"):
+        counts = [[run.state for run in side.runs.values()].count(state) for side in (a, b)]
         texts = [f"{n} of {len(side.runs)}" for n, side in zip(counts, (a, b), strict=True)]
         if any(counts):
-            report.rows.append((f"seeds that {said}", texts[0], texts[1]))
-        report.lost += [
-            f"{name} {said} in {text} seeds"
-            for name, n, text in zip("AB", counts, texts, strict=True)
-            if n
-        ]
-    runs = " and ".join(f"{side.name} has {len(side.runs)}" for side in (a, b))
-    report.notes.append(f"runs: {len(losses)} seeds that both finished; {runs}")
-    return report
+            report.rows.append([f"seeds that {state}", *texts])
+        named = zip("AB", counts, texts, strict=True)
+        report.lost += [f"{name} {state} in {text} seeds" for name, n, text in named if n]
+    report.notes.append(f"runs: {len(losses)} seeds that both finished")
 
 
-def _measure_times(report: Report, a: Side, b: Side) -> None:
-    """Add time and memory of the runs, and the change of the time if it compares."""
-    columns = {}
-    for key in ("tokens_per_s", "memory_gib"):
-        found = [
-            [points(side.done[seed].rows, "tokens", key) for seed in report.seeds]
+def _add_measured(report: Report, a: Side, b: Side) -> None:
+    """Add time, memory and ranks of the runs, and the change of the time if it compares."""
+    speeds, memory = (
+        [
+            [paired.final(c) for seed in report.seeds if (c := side.curve(seed, key))[0]]
             for side in (a, b)
         ]
-        columns[key] = [[paired.final(curve) for curve in side if curve[0]] for side in found]
-    speeds = columns["tokens_per_s"]
-    _add_times(report, speeds, columns["memory_gib"])
+        for key in ("tokens_per_s", "memory_gib")
+    )
+    _add_times(report, speeds, memory)
+    report.add("ranks", ".0f", [[a.first.ranks], [b.first.ranks]])
     why = why_speeds_differ(a, b, report.seeds)
-    if not why and min(map(len, speeds)) > 1:
+    if why:
+        why += "; --hardware simulates both on one machine"
+    elif min(map(len, speeds)) < 2:
+        why = "fewer than two pairs have one"
+    else:
         logs = [math.log(x / y) for x, y in zip(*speeds, strict=True)]
         report.changes["time a token"] = paired.mean_of(logs)
-        report.notes.append(f"time: measured on {a.first.machine}")
-    else:
-        fix = "; --hardware simulates both on one machine" if why else ""
-        report.notes.append(
-            f"times do not compare: {why or 'fewer than two pairs have one'}{fix}"
-        )
-    ranks = [side.first.ranks for side in (a, b)]
-    if ranks[0] != ranks[1]:
-        report.add("ranks", "d", ranks)
+    report.notes.append(
+        f"times do not compare: {why}" if why else f"time: measured on {a.first.machine}"
+    )
 
 
-def _simulate(
+def _add_simulation(
     report: Report, jobs: Sequence[Sequence[str]], hardware: str, *, ranks: int
 ) -> None:
     """Add time and memory of both jobs by simulation."""
@@ -268,62 +251,61 @@ def _add_times(
 ) -> None:
     """Add the rows of times and memory."""
     report.times = [1 / fmean(side) if side else 0.0 for side in speeds]
-    report.add("time, µs a token", ".4g", [1e6 * time or None for time in report.times])
-    report.add("memory, GiB", ".4g", [fmean(side) if side else None for side in memory])
+    report.add("time, µs a token", ".4g", [[1e6 * time] for time in report.times])
+    report.add("memory, GiB", ".4g", memory)
 
 
-def _price(report: Report, a: Side, b: Side, law: Fit | None, *, name: Path | None) -> None:
+def _add_price(
+    report: Report, curves: Sequence[Sequence[Curve]], law: Fit | None, *, decays: bool
+) -> None:
     """Add what the gap costs in tokens, and in time for the same loss."""
     gap, time = report.gap, report.changes.get("time a token")
     if gap is None:
         return
-    found, tokens = abs(gap.value) > gap.high - gap.value, None
     if law and report.unit != "nats":
-        report.notes.append(f"{name} is in nats a token: the slope is that of the curves")
+        report.notes.append("slope: that of the curves, since a law is in nats a token")
         law = None
-    decays = not law and any(run.decays for side in (a, b) for run in side.done.values())
     try:
         if law:
-            nats = Estimate(*law.slope(a.done[report.seeds[0]].rows[-1]["tokens"]))
+            nats = Estimate(*law.slope(curves[0][0][0][-1]))
         else:
-            nats = paired.slope_of([curve for pair in report.curves for curve in pair])
+            nats = paired.slope_of([curve for pair in curves for curve in pair])
+        source = "the law" if law else "the curves of the runs"
         report.notes.append(
-            f"slope: {nats.value:.3g} {report.unit} for e times the tokens, by {name if law else 'the curves of the runs'}"
+            f"slope: {nats.value:.3g} {report.unit} for e times the tokens, by {source}"
         )
-        if found:
-            tokens = paired.price(gap, nats, at_least=decays)
+        if decays and not law:
+            report.notes.append(_DECAYS)
+        if abs(gap.value) > gap.high - gap.value:
+            report.changes["tokens"] = paired.price(gap, nats, decays=decays and not law)
     except InputError as error:
         report.notes.append(f"tokens: no price: {error}")
-    if decays:
-        report.notes.append(_DECAYS)
     if not any(gap):
-        tokens = gap
-    report.changes["tokens"] = tokens
-    if tokens and time:
+        report.changes["tokens"] = gap
+    if time and (tokens := report.changes.get("tokens")):
         # Both errors at their worst.
         report.changes["time"] = Estimate(*map(sum, zip(time, tokens, strict=True)))
 
 
 def _add_money(report: Report, prices: Sequence[float], ranks: Sequence[int]) -> None:
-    """Add the money for tokens of each side, by its own price and ranks, and the money for the same loss.
+    """Add the money for tokens of each side, by its own price and ranks, and the money (or GPU time) for the same loss.
 
     Args:
         report: The report, with the time for the same loss if it is known.
         prices: Money for an hour of a rank of A and of B, or 0.
         ranks: Ranks of A and of B.
     """
-    hours = [price * count for price, count in zip(prices, ranks, strict=True)]
-    if any(prices) and not all(prices):
-        report.notes.append("money: simulator.run.gpu_hour_price is not set in both")
-    if all(hours) and all(report.times):
-        costs = [
-            hour * time * 1e9 / 3600 for hour, time in zip(hours, report.times, strict=True)
-        ]
+    what, hours = "money", [price * count for price, count in zip(prices, ranks, strict=True)]
+    if all(hours):
+        costs = [[h * time * 1e9 / 3600] for h, time in zip(hours, report.times, strict=True)]
         report.add("money for 1e9 tokens", ".4g", costs)
-    time, what = report.changes.get("time"), "money" if all(hours) else "GPU time"
-    a, b = hours if all(hours) else ranks
-    if time and (all(hours) or a != b):
-        report.changes[what] = Estimate(*(end + math.log(b / a) for end in time))
+    elif any(hours):
+        report.notes.append("money: simulator.run.gpu_hour_price is not set in both")
+    if not all(hours):
+        what, hours = "GPU time", ranks
+    time, factor = report.changes.get("time"), math.log(hours[1] / hours[0])
+    if time and (factor or what == "money"):
+        report.changes[what] = Estimate(*(end + factor for end in time))
 
 
 def sentence(

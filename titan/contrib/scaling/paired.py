@@ -5,8 +5,8 @@ cancels in their difference. Losses of neighbouring steps are correlated, and a 
 its mean over the last quarter of the tokens, and the interval is Student's over the pairs: three seeds have two degrees of freedom.
 
 A gap in nats becomes tokens by the slope of the loss over the logarithm of the tokens. Example: where a run loses 0.13 nats for each
-factor of e in tokens, a gap of 0.004 nats is worth exp(0.004 / 0.13), 3.1% more tokens. A decaying learning rate makes the end of a curve
-steeper than the losses of runs of several lengths are, so that such a price is the least that a gap is worth.
+factor of e in tokens, a gap of 0.004 nats is worth exp(0.004 / 0.13), 3.1% more tokens. With a decaying learning rate the losses of runs of
+several lengths have another slope, up to twice that of a curve in the known pairs, or any fraction of it.
 """
 
 from __future__ import annotations
@@ -88,24 +88,24 @@ def slope_of(curves: Sequence[Curve]) -> Estimate:
     return Estimate(value * (1 + _FLATTER) / 2, low * _FLATTER, high)
 
 
-def price(gap: Estimate, nats: Estimate, *, at_least: bool = False) -> Estimate:
+def price(gap: Estimate, nats: Estimate, *, decays: bool = False) -> Estimate:
     """Return the logarithm of the factor in tokens that makes up for a gap in loss.
 
     Args:
-        gap: The gap, which does not hold zero if it is `at_least`.
+        gap: The gap.
         nats: Slope of the loss.
-        at_least: The slope may be too steep, so the end of the interval that is farther from zero is infinite.
+        decays: The learning rate decays, so that the slope may be twice as large or any fraction of it. The gap does not hold zero.
 
     Raises:
         InputError: The loss may not fall at all.
     """
     if nats.low <= 0:
         raise InputError("losses do not clearly fall in the second half: train longer")
-    low = min(gap.low / end for end in nats)
-    high = max(gap.high / end for end in nats)
+    slopes = (*nats, 2 * nats.high, 1e-9) if decays else nats
+    ends = [end / slope for slope in slopes for end in gap[1:]]
     # So far from the end of the runs, the slope is not known.
-    far_low = low < -FAR or (at_least and gap.value < 0)
-    far_high = high > FAR or (at_least and gap.value > 0)
-    return Estimate(
-        gap.value / nats.value, -math.inf if far_low else low, math.inf if far_high else high
+    low, high = (
+        math.copysign(math.inf, end) if abs(end) > FAR else end
+        for end in (min(ends), max(ends))
     )
+    return Estimate(gap.value / nats.value, low, high)

@@ -7,10 +7,10 @@ runs of a side the same number of ranks: the layout is part of a recipe.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titan.base.run_folder import read_status
 from titan.base.untrusted import InputError, read_json
@@ -19,11 +19,14 @@ from titan.config.load import load_config
 from titan.config.phases import layout_of, phases_of
 from titan.config.schema import JobConfig
 from titan.observe.rows import Row, number, read_rows
+from titan.tools.plot import points
 
 from . import runs as reading
+from .paired import Curve
 
-# Settings of a model that change its loss while it trains, and not in validation.
+_UNKNOWN = "an unknown machine"
 _TOKENS = "tokens (steps x batch)"
+# Settings of a model that change its loss while it trains, and not in validation.
 _NOISE = re.compile("drop|jitter|noise")
 
 
@@ -35,8 +38,8 @@ class Entry:
         folder: Folder of the run.
         config: Job of the run.
         rows: Rows of its metrics.jsonl.
-        state: "done", "diverged", or "not finished".
-        machine: Devices and host of the run; empty if they are not known.
+        state: "done", "diverged", or "did not finish".
+        machine: Devices and host of the run.
         ranks: Number of ranks.
     """
 
@@ -58,7 +61,7 @@ class Entry:
             else []
         )
         step = rows[-1]["step"] if rows else 0
-        state = "done" if step >= reading.steps_of(config) else "not finished"
+        state = "done" if step >= reading.steps_of(config) else "did not finish"
         is_lost = state == "done" and reading.final_loss(rows) is None
         if is_lost or read_status(folder).get("kind") == "loss_not_finite":
             state = "diverged"
@@ -67,7 +70,7 @@ class Entry:
             devices = ", ".join(sorted({*facts["device_names"]}))
             machine = f"{devices} of {facts['hostname']}"
         except (InputError, LookupError, TypeError):
-            facts, machine = {}, ""
+            facts, machine = {}, _UNKNOWN
         return Entry(folder, config, rows, state, machine, int(facts.get("world_size") or 1))
 
     @property
@@ -125,29 +128,16 @@ class Side:
         """Return the runs with a final loss."""
         return {seed: run for seed, run in self.runs.items() if run.state == "done"}
 
-    def count(self, state: str) -> int:
-        """Return the number of runs in a state."""
-        return sum(run.state == state for run in self.runs.values())
+    def curve(self, seed: int, key: str) -> Curve:
+        """Return a column of a run over its tokens."""
+        return points(self.runs[seed].rows, "tokens", key)
 
 
-class Measure(NamedTuple):
-    """How two sides' losses compare.
-
-    Attributes:
-        unit: Unit of a loss.
-        curve: Column over tokens, which is drawn and has the slope.
-        last: Column of the final loss.
-        notes: What a reader should know.
-    """
-
-    unit: str
-    curve: str
-    last: str
-    notes: list[str]
-
-
-def measure_of(configs: Sequence[JobConfig], ranks: Sequence[int]) -> Measure:
+def measure_of(configs: Sequence[JobConfig], ranks: Sequence[int]) -> tuple[str, str, str, str]:
     """Return how the losses of two jobs compare: by the validations of both, or else by their training losses.
+
+    Returns:
+        Unit of a loss, column over tokens that has the slope, column of the final loss, and a note for the reader.
 
     Raises:
         InputError: They do not.
@@ -158,15 +148,14 @@ def measure_of(configs: Sequence[JobConfig], ranks: Sequence[int]) -> Measure:
         text["task.name"] = config.task.name
         text[_TOKENS] = sum(p.tokens for p in phases_of(config, world_size=count))
         shared.append(text)
-    tokenizers = [settings.pop("tokenizer") for settings in shared]
-    templates = [settings.pop("tokenizer.chat_template") for settings in shared]
+    names = ("tokenizer", "tokenizer.chat_template")
+    first, second = ([settings.pop(name) for name in names] for settings in shared)
+    is_one = first == second
     reading.require_shared(shared)
-    is_one = tokenizers[0] == tokenizers[1] and templates[0] == templates[1]
-    other = next(_differences([*map(_of_training, configs)]), "")
+    other = _difference(*map(_of_training, configs))
     why = "validation.enable is not set in both"
     if all(config.validation.enable for config in configs):
-        measured = [_of_validation(*pair) for pair in zip(configs, ranks, strict=True)]
-        why = next(_differences(measured), "")
+        why = _difference(*map(_of_validation, configs, ranks))
         if not is_one and configs[0].validation.steps != -1:
             why = "validations of other tokens need validation.steps = -1, the whole text"
     if not is_one:
@@ -176,17 +165,14 @@ def measure_of(configs: Sequence[JobConfig], ranks: Sequence[int]) -> Measure:
             f"A and B differ in {other}: their training losses do not compare, and {why}"
         )
     if why:
-        return Measure("nats", "loss_mean", "loss_mean", [f"loss: of training, since {why}"])
+        return "nats", "loss_mean", "loss_mean", f"loss: of training, since {why}"
+    note = "loss: of validations"
     if not is_one:
-        return Measure(
-            "bits a byte", "bits_per_byte", "bits_per_byte", ["loss: of validations"]
-        )
-    notes = ["loss: of validations"]
-    if other:
-        notes = [f"loss: of validations, each in its own way: A and B differ in {other}"]
-    return Measure(
-        "nats", "validation_loss" if other else "loss_mean", "validation_loss", notes
-    )
+        return "bits a byte", "bits_per_byte", "bits_per_byte", note
+    if not other:
+        return "nats", "loss_mean", "validation_loss", note
+    note += f", each in its own way: A and B differ in {other}"
+    return "nats", "validation_loss", "validation_loss", note
 
 
 def _of_training(config: JobConfig) -> dict[str, Any]:
@@ -202,28 +188,26 @@ def _of_training(config: JobConfig) -> dict[str, Any]:
 def _of_validation(config: JobConfig, ranks: int) -> dict[str, Any]:
     """Return the settings that decide what is validated on."""
     section, found = config.validation, reading.text_of_validation(config)
-    whole = section.steps == -1
-    read = section.steps * section.local_batch_size * layout_of(config, ranks).dp
-    return found | {"validation.steps (sequences of all ranks)": -1 if whole else read}
+    # -1: the whole text.
+    of_all = section.local_batch_size * layout_of(config, ranks).dp
+    sequences = max(-1, section.steps * of_all)
+    return found | {"validation.steps (sequences of all ranks)": sequences}
 
 
-def _differences(pair: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a key and its two values for each setting that differs."""
-    for key in pair[0] | pair[1]:
-        values = [settings.get(key) for settings in pair]
-        if values[0] != values[1]:
-            yield f"{key} ({values[0]!s:.60} and {values[1]!s:.60})"
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Return the first key in which two jobs differ, with its values, or ""."""
+    keys = (key for key in a | b if a.get(key) != b.get(key))
+    return next((f"{key} ({a.get(key)!s:.60} and {b.get(key)!s:.60})" for key in keys), "")
 
 
 def why_speeds_differ(a: Side, b: Side, seeds: Sequence[int]) -> str:
     """Return why the times of two sides' runs do not compare, or "" if they do."""
-    for side in (a, b):
-        if len({side.runs[seed].ranks for seed in seeds}) > 1:
-            return f"runs of {side.name} had different numbers of ranks"
     places: dict[str, str] = {}
     for side in (a, b):
-        for seed in seeds:
-            machine = side.runs[seed].machine or "an unknown machine"
-            places.setdefault(machine, f"{side.name}'s seed {seed} on {machine}")
-    shown = "; ".join([*places.values()][:3])
-    return shown if len(places) > 1 or "an unknown machine" in places else ""
+        runs = [side.runs[seed] for seed in seeds]
+        if len({run.ranks for run in runs}) > 1:
+            return f"runs of {side.name} had different numbers of ranks"
+        for seed, run in zip(seeds, runs, strict=True):
+            places.setdefault(run.machine, f"{side.name}'s seed {seed} on {run.machine}")
+    is_known = len(places) == 1 and _UNKNOWN not in places
+    return "" if is_known else "; ".join([*places.values()][:3])

@@ -477,7 +477,7 @@ def test_conversations_with_tools_take_the_template_of_that_name(
     tool_use = "\n{% set n = tools | length %} {{ n }} tools" + PLAIN + "\n \n"
     theirs.chat_template = {"default": "\n  " + PLAIN + "  \n", "tool_use": tool_use}
     theirs.save_pretrained(tmp_path, save_jinja_files=in_files)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = theirs.from_pretrained(tmp_path)
     section = s.TokenizerSection(path=str(tmp_path))
     ours = ChatTemplate.of(build_tokenizer(section, hf_assets_path=""))
     for tools in (None, [], OFFERED):

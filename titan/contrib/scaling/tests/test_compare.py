@@ -71,12 +71,14 @@ def test_the_sentence() -> None:
 @pytest.mark.parametrize(
     ("gap", "text"),
     [
-        ((0.004, 0.001, 0.007), "3.1% more tokens (0.8 or more)"),
-        ((-0.004, -0.007, -0.001), "3.0% fewer tokens (0.8 or more)"),
+        ((0.004, 0.001, 0.007), "3.1% more tokens (0.4 or more)"),
+        ((-0.004, -0.007, -0.001), "3.0% fewer tokens (0.4 or more)"),
     ],
 )
-def test_a_price_may_be_the_least(gap: tuple[float, float, float], text: str) -> None:
-    tokens = paired.price(Estimate(*gap), Estimate(0.13, 0.13, 0.13), at_least=True)
+def test_a_decaying_rate_leaves_the_far_end_open(
+    gap: tuple[float, float, float], text: str
+) -> None:
+    tokens = paired.price(Estimate(*gap), Estimate(0.13, 0.13, 0.13), decays=True)
     assert f", which is {text}" in compare.sentence(Estimate(*gap), "nats", {"tokens": tokens})
 
 
