@@ -339,17 +339,17 @@ def _template_beside(tokenizer: Tokenizer) -> str:
         return ""
     folder = tokenizer.file.parent
     if (file := folder / CHAT_TEMPLATE).is_file():
-        tools = folder / "additional_chat_templates" / "tool_use.jinja"
-        named = {"default": read_text(file)}
-        if tools.is_file():
-            named["tool_use"] = read_text(tools)
+        others = (folder / "additional_chat_templates").glob("tool_use.jinja")
+        named = {other.stem: read_text(other) for other in others} | {
+            "default": read_text(file)
+        }
     else:
         found = beside.read_beside(folder / "tokenizer_config.json").get("chat_template")
         rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
         named = {row.get("name"): row.get("template") for row in rows if isinstance(row, dict)}
-    default, tools = named.get("default"), named.get("tool_use")
-    if not isinstance(default, str) or not isinstance(tools, str):
-        return default if isinstance(default, str) else ""
+    default, tools = (str(named.get(name) or "") for name in ("default", "tool_use"))
+    if not (default and tools):
+        return default
     # Jinja drops the last line's end of a template, and with these signs no other space.
     both = tools.removesuffix("\n"), default.removesuffix("\n")
     return "{% if tools is not none +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.tables import table
 from titan.cli import main as titan
 from titan.contrib.scaling import compare, paired
 from titan.contrib.scaling.law import CHINCHILLA
@@ -82,24 +83,13 @@ def test_a_decaying_rate_leaves_the_far_end_open(
     assert f", which is {text}" in compare.sentence(Estimate(*gap), "nats", {"tokens": tokens})
 
 
-# A run of the cases in compare.json, but for what they change.
-JOB_OF_CASES = {
-    "model.flavor": "tiny",
-    "model.overrides": "{dim = 32, n_layers = 1, vocab_size = 512}",
-    "training.seq_len": 32,
-    "training.local_batch_size": 2,
-    "training.global_batch_size": 4,
-    "training.steps": 40,
-}
-
-
 def write_run(folder: Path, seed: int, run: dict[str, Any]) -> None:
     """Write a run's folder, as far as the command reads it. Losses fall with the logarithm of the steps."""
     folder.mkdir(parents=True)
     own = {"debug.seed": run.get("seed", seed)}
     if folder.parts[0] == "b":
         own["optimizer.eps"] = 1e-6
-    job = JOB_OF_CASES | own | run.get("job", {})
+    job = dict(table(__file__, "job")) | own | run.get("job", {})
     if run.get("validates"):
         job |= {"validation.enable": True, "data.validation_fraction": 0.1}
     lines = [
@@ -131,7 +121,7 @@ def write_run(folder: Path, seed: int, run: dict[str, Any]) -> None:
         (folder / "metrics.jsonl").write_text("".join(rows))
 
 
-CASES = json.loads(Path(__file__).with_name("compare.json").read_text())
+CASES = table(__file__, "pairs_of_runs")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["what"] for case in CASES])
@@ -190,21 +180,7 @@ def test_jobs_are_trained_and_compared(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (
-            "seq_len",
-            "dataset = 'synthetic'\nseq_len",
-            "training.dataset: 'stdlib', 'synthetic'",
-        ),
-        ("steps = 12", "steps = 24", "tokens (steps x batch): '768', '1536'"),
-        (
-            "[metrics]",
-            "[data]\nvalidation_fraction = 0.1\n[metrics]",
-            "data.validation_fraction: ",
-        ),
-        ("4e-3", "6e-3", "A and B are the same job"),
-    ],
+    ("old", "new", "expected"), table(__file__, "losses_that_do_not_compare")
 )
 def test_losses_that_do_not_compare(
     jobs: list[str], old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
