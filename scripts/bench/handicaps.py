@@ -119,6 +119,7 @@ def truth(
     folder: Path, a: Sequence[str], b: Sequence[str], *, decays: bool, ranks: int
 ) -> tuple[float, float]:
     """Return the factor in tokens after which B has the loss of A, and the factor in money."""
+    folder /= "truth"
     level_runs = train(folder, a, OTHERS, times=1, decays=decays, ranks=1)
     level, last = loss_at(level_runs, 1), max(LENGTHS)
     if decays:
@@ -142,8 +143,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the runs")
     folder = parser.parse_args().folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.toml").write_text(JOB)
+    for part in (folder / "truth", folder):
+        part.mkdir(parents=True, exist_ok=True)
+        (part / "job.toml").write_text(JOB)
     for name, (a, b, decays, ranks) in PAIRS.items():
         one = train(folder, a, TRAINED, times=1, decays=decays, ranks=1)
         two = train(folder, b, TRAINED, times=1, decays=decays, ranks=ranks)

@@ -6,7 +6,8 @@ its mean over the last quarter of the tokens, and the interval is Student's over
 
 A gap in nats becomes tokens by the slope of the loss over the logarithm of the tokens. Example: where a run loses 0.13 nats for each
 factor of e in tokens, a gap of 0.004 nats is worth exp(0.004 / 0.13), 3.1% more tokens. With a decaying learning rate the losses of runs of
-several lengths have another slope, up to twice that of a curve in the known pairs, or any fraction of it.
+several lengths have another slope: 1.5 to 2.5 times that of a curve in the known pairs (scripts/bench/handicaps.py), and any fraction of
+it if the rate falls at the end alone.
 """
 
 from __future__ import annotations
@@ -94,14 +95,14 @@ def price(gap: Estimate, nats: Estimate, *, decays: bool = False) -> Estimate:
     Args:
         gap: The gap.
         nats: Slope of the loss.
-        decays: The learning rate decays, so that the slope may be twice as large or any fraction of it. The gap does not hold zero.
+        decays: The learning rate decays, so that the slope may be three times as large, or any fraction of it. The gap does not hold zero.
 
     Raises:
         InputError: The loss may not fall at all.
     """
     if nats.low <= 0:
         raise InputError("losses do not clearly fall in the second half: train longer")
-    slopes = (*nats, 2 * nats.high, 1e-9) if decays else nats
+    slopes = (*nats, 3 * nats.high, 1e-9) if decays else nats
     ends = [end / slope for slope in slopes for end in gap[1:]]
     # So far from the end of the runs, the slope is not known.
     low, high = (

@@ -72,8 +72,8 @@ def test_the_sentence() -> None:
 @pytest.mark.parametrize(
     ("gap", "text"),
     [
-        ((0.004, 0.001, 0.007), "3.1% more tokens (0.4 or more)"),
-        ((-0.004, -0.007, -0.001), "3.0% fewer tokens (0.4 or more)"),
+        ((0.004, 0.001, 0.007), "3.1% more tokens (0.3 or more)"),
+        ((-0.004, -0.007, -0.001), "3.0% fewer tokens (0.3 or more)"),
     ],
 )
 def test_a_decaying_rate_leaves_the_far_end_open(
