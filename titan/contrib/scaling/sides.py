@@ -54,6 +54,9 @@ class Entry:
     def of(folder: Path) -> Entry:
         """Read the run of a folder, whatever became of it."""
         config = load_config(folder / "config.toml")
+        # A stranger's run does not say which code may run.
+        model = config.model.model_copy(update={"trust_remote_code": False})
+        config = config.model_copy(update={"model": model})
         file = folder / "metrics.jsonl"
         rows = (
             [row for row in read_rows(file) if number(row.get("tokens"))]
@@ -105,8 +108,9 @@ class Side:
             InputError: There is none, or they are not of one job with a seed each.
         """
         folders = sorted(file.parent for file in path.glob("*/config.toml"))
-        if (path / "config.toml").is_file() or not folders:
-            folders = reading.folders_of(path)
+        if (path / "config.toml").is_file():
+            folders = [path]
+        folders = folders or reading.folders_of(path)
         runs: dict[int, Entry] = {}
         for entry in map(Entry.of, folders):
             other = runs.setdefault(entry.config.debug.seed, entry)
