@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     law = load_law(options.law) if options.law else None
     jobs = [[str(path), *words] for path in options.sides]
     paths, nproc = options.sides, options.nproc
-    if all(path.suffix == ".toml" for path in paths):
+    if trains := all(path.suffix == ".toml" for path in paths):
         options.nproc = 1 if options.hardware else nproc
         if code := _train(jobs, options):
             return code
@@ -84,11 +84,12 @@ def main(argv: list[str] | None = None) -> int:
     elif words or options.short or options.hardware:
         word = [*words, *options.short, "--hardware"][0]
         raise mistake(word, "is for two jobs: runs are read as they are")
-    a, b = (Side.read(name, path) for name, path in zip("AB", paths, strict=True))
-    configs = [with_tokenizer(side.first.config, run=side.first.folder) for side in (a, b)]
+    a, b = (Side.read(n, path, is_own=trains) for n, path in zip("AB", paths, strict=True))
+    configs = [side.first.config for side in (a, b)]
     differing = _require_different(configs, options)
     ranks = [side.first.ranks for side in (a, b)]
-    unit, curve, last, note = measure_of(configs, ranks)
+    read = [with_tokenizer(side.first.config, run=side.first.folder) for side in (a, b)]
+    unit, curve, last, note = measure_of(read, ranks)
     report = Report(unit, sorted(a.done.keys() & b.done.keys()), [note, *differing])
     _add_losses(report, a, b, last)
     if options.hardware:

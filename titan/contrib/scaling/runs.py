@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from statistics import correlation
 from typing import Any
@@ -125,10 +126,8 @@ def text_settings(config: JobConfig) -> dict[str, Any]:
     with suppress(InputError, OSError):
         opened = build_tokenizer(section, hf_assets_path=config.model.hf_assets_path)
         tokenizer, template = {"identity": opened.identity}, opened.chat_template
-    found, path = (
-        [source for _, source in sources_of(config, "training")],
-        config.training.dataset_path,
-    )
+    path = config.training.dataset_path
+    found = [source for _, source in sources_of(config, "training")]
     chats = any(map(reads_chats, found))
     return {
         "training.seq_len": config.training.seq_len,
@@ -167,6 +166,7 @@ def _text_of(source: Any) -> dict[str, Any]:
     return options
 
 
+@cache
 def _content(file: Path) -> str:
     """Return a digest of a file's size and its first 16 MiB."""
     with file.open("rb") as opened:

@@ -26,6 +26,16 @@ from .paired import Curve
 
 _UNKNOWN = "an unknown machine"
 _TOKENS = "tokens (steps x batch)"
+# Keys in which runs of one recipe may differ. Others tell the text of these paths.
+_OWN: Any = {
+    "job": True,
+    "debug": {"seed"},
+    "training": {"dataset_path"},
+    "validation": {"dataset_path"},
+    "data": {"sources"},
+    "tokenizer": {"path", "chat_template"},
+    "model": {"hf_assets_path"},
+}
 # Settings of a model that change its loss while it trains, and not in validation.
 _NOISE = re.compile("drop|jitter|noise")
 
@@ -51,12 +61,12 @@ class Entry:
     ranks: int
 
     @staticmethod
-    def of(folder: Path) -> Entry:
-        """Read the run of a folder, whatever became of it."""
+    def of(folder: Path, *, is_own: bool) -> Entry:
+        """Read the run of a folder, whatever became of it. Only an own run says which code may run."""
         config = load_config(folder / "config.toml")
-        # A stranger's run does not say which code may run.
-        model = config.model.model_copy(update={"trust_remote_code": False})
-        config = config.model_copy(update={"model": model})
+        if not is_own:
+            model = config.model.model_copy(update={"trust_remote_code": False})
+            config = config.model_copy(update={"model": model})
         file = folder / "metrics.jsonl"
         rows = (
             [row for row in read_rows(file) if number(row.get("tokens"))]
@@ -77,9 +87,11 @@ class Entry:
         return Entry(folder, config, rows, state, machine, int(facts.get("world_size") or 1))
 
     @property
-    def tokens(self) -> int:
-        """Return the tokens of the whole run."""
-        return sum(phase.tokens for phase in phases_of(self.config, world_size=self.ranks))
+    def settings(self) -> dict[str, Any]:
+        """Return what the runs of a side share: the job without the seed and paths, the text, and the number of tokens."""
+        tokens = sum(phase.tokens for phase in phases_of(self.config, world_size=self.ranks))
+        text = reading.text_settings(self.config) | reading.text_of_validation(self.config)
+        return self.config.model_dump(exclude=_OWN) | text | {_TOKENS: tokens}
 
     @property
     def decays(self) -> bool:
@@ -101,7 +113,7 @@ class Side:
     runs: dict[int, Entry]
 
     @staticmethod
-    def read(name: str, path: Path) -> Side:
+    def read(name: str, path: Path, *, is_own: bool) -> Side:
         """Read a run folder, or a folder of them.
 
         Raises:
@@ -112,14 +124,12 @@ class Side:
             folders = [path]
         folders = folders or reading.folders_of(path)
         runs: dict[int, Entry] = {}
-        for entry in map(Entry.of, folders):
+        for folder in folders:
+            entry = Entry.of(folder, is_own=is_own)
             other = runs.setdefault(entry.config.debug.seed, entry)
             if other is not entry:
                 raise InputError(f"{other.folder} and {entry.folder} have the same debug.seed")
-        seed = {"job": True, "debug": {"seed"}}
-        reading.require_shared(
-            [e.config.model_dump(exclude=seed) | {_TOKENS: e.tokens} for e in runs.values()]
-        )
+        reading.require_shared([run.settings for run in runs.values()])
         return Side(name, runs)
 
     @property
