@@ -62,6 +62,8 @@ _ONLY: dict[str, Any] = {
     "use_sliding_window": False,
 }
 
+_RUNS_OTHERS = 'model.name = "transformers" with model.hf_path runs it'
+
 
 def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
     """Return the name of one of our parameters in transformers.
@@ -202,8 +204,12 @@ def require(
     for key, value in {**_ONLY, **only}.items():
         if hf.get(key) not in (None, value):
             raise ValueError(
-                f"{key} is {hf[key]!r}; titan's model has {value!r} and nothing else"
+                f"{key} is {hf[key]!r}; titan's model has {value!r} and nothing else; {_RUNS_OTHERS}"
             )
+    # Llama's class in transformers does not read the types, and Qwen3's drops the window without use_sliding_window.
+    has_window = hf.get("sliding_window") and not str(hf.get("model_type")).startswith("qwen3")
+    if "sliding_attention" in (hf.get("layer_types") or ()) and not has_window:
+        raise ValueError("layer_types has sliding layers, and no window is set for them")
     found = hf.get("quantization_config")
     if found and (found.get("quant_method"), found.get("weight_block_size")) != quantized:
         form = (
@@ -288,6 +294,6 @@ def _rope_factor(rope: dict[str, Any]) -> float:
     ):
         raise ValueError(
             f"rope_scaling is {rope}; titan's model has Llama 3.1's and no other: {RopeScaling(factor=8.0)}, "
-            "with any factor"
+            f"with any factor; {_RUNS_OTHERS}"
         )
     return scaling.factor

@@ -486,6 +486,12 @@ def only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder / "executed")))
 
 
+def all_in_fp8(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        small = {n: t.to(torch.float8_e4m3fn) for n, t in load_file(file).items()}
+        save_file(small, file, metadata={"format": "pt"})
+
+
 def truncate(folder: Path) -> None:
     file = sorted(folder.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:-10])
@@ -502,7 +508,25 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
         "architecture GPT2LMHeadModel does not go with model_type llama",
     ),
-    "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "activation": (
+        lambda f: change_config(f, hidden_act="swish"),
+        "hidden_act is 'swish'; titan's model has 'silu' and nothing else; "
+        'model.name = "transformers" with model.hf_path runs it',
+    ),
+    "window": (
+        lambda f: change_config(f, layer_types=["sliding_attention", "full_attention"]),
+        "config.json: layer_types has sliding layers, and no window is set for them",
+    ),
+    "window that the class drops": (
+        lambda f: change_config(
+            f,
+            architectures=["Qwen3ForCausalLM"],
+            model_type="qwen3",
+            layer_types=["sliding_attention"] * 2,
+            sliding_window=16,
+        ),
+        "config.json: layer_types has sliding layers, and no window is set for them",
+    ),
     "bias": (lambda f: change_config(f, attention_bias=True), "attention_bias is True"),
     "rope": (
         lambda f: change_config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
@@ -527,7 +551,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "quantized": (
         lambda f: change_tensor(f, Q, torch.zeros(128, 64, dtype=torch.float8_e4m3fn)),
-        f"tensor {Q} is F8_E4M3; quantized weights",
+        f"tensor {Q} is F8_E4M3 (F8 is fp8), without a quantization that titan reads",
+    ),
+    "half as many bytes": (
+        all_in_fp8,
+        "tensor model.embed_tokens.weight is F8_E4M3 (F8 is fp8), without",
     ),
     "truncated": (truncate, ".safetensors: not a whole safetensors file"),
     "missing file": (lambda f: min(f.glob("*.safetensors")).unlink(), "missing, but"),

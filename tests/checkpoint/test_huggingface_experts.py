@@ -192,6 +192,22 @@ def test_the_same_folder_from_every_degree(
     assert_same(tensors(tmp_path / "out-1"), tensors(sources[name]))
 
 
+@pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe"])
+def test_fused_experts_are_the_same_weights(
+    name: str, sources, pool: Pool, tmp_path: Path
+) -> None:
+    """As transformers 5 has them in memory: one tensor of a block's experts, gate over up."""
+    fused, there, back = (tmp_path / folder for folder in ("fused", "there", "back"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(sources[name])
+    theirs.save_pretrained(fused, save_original_format=False)
+    assert any(key.endswith("experts.gate_up_proj") for key in tensors(fused))
+    pool.run(4, through_ranks, fused, {"dp_shard": 2, "tp": 2}, 2, tmp_path)
+    assert convert.main(["from-hf", str(fused), str(there)]) == 0
+    assert convert.main(["to-hf", str(there), str(back)]) == 0
+    for folder in (tmp_path / "out-2", back):
+        assert_same(tensors(folder), tensors(sources[name]))
+
+
 def with_ep(config: JobConfig, ep: int, **overrides: Any) -> JobConfig:
     parallel = config.parallelism.model_copy(update={"expert_parallel_degree": ep})
     sizes = {**config.model.overrides, **overrides}

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import golden_errors as golden
+from tests.support.tables import table
 from titan import cli
 from titan.base.untrusted import printable
 from titan.checks import rules
@@ -157,25 +158,17 @@ def test_the_same_as_users_run_it(command: str, every: int, folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("[lr_scheduler]\nwarmup_steps = 30\n[training]\nsteps = 20\n", [(2, "warmup_steps")]),
-        ("[training]\nsteps = 100\n", [(1, "warmup_steps")]),
-        ("[lr_scheduler]\nwarmup_steps = 30\ndecay_ratio = 0.8\n[training]\nsteps = 100\n", [(3, "decay_ratio")]),
-        ("[lr_scheduler]\nwarmup_steps = 9\ntotal_steps = 8\ndecay_ratio = 1.0\n", [(2, "warmup_steps"), (4, "decay_ratio")]),
-        ("[lr_scheduler]\nwarmup_steps = 2\n[training]\nsteps = 5\n[profiling]\nenable_profiling = true\n", [(5, "profile_freq")]),
-        ("[lr_scheduler]\nwarmup_steps = 20\ndecay_ratio = 0.8\n[training]\nsteps = 100\n", []),
-        ("[lr_scheduler]\nwarmup_steps = 2\n[training]\nsteps = 5\n[debug]\nrecord_steps = [1, 6]\n[fault_tolerance]\nreplay_every = 6\n", [(8, "replay_every"), (6, "record_steps")]),
-    ],
+    table(__file__, "a_short_run_is_warned_of_what_is_cut"),
 )  # fmt: skip
 def test_a_short_run_is_warned_of_what_is_cut(
-    text: str, expected: list[tuple[int, str]], tmp_path: Path
+    text: str, expected: list[list[int | str]], tmp_path: Path
 ) -> None:
     """TorchTitan's build_lr_schedulers cuts warm-up, then decay, and warns."""
     path = write(tmp_path, text)
     config = load_config(path)
     assert check(config) == []
     warnings = [re.match(r"(.*):(\d+): \w+\.(\w+): ", line) for line in advise(config)]
-    assert [(int(w[2]), w[3]) for w in warnings if w and w[1] == str(path)] == expected
+    assert [[int(w[2]), w[3]] for w in warnings if w and w[1] == str(path)] == expected
     assert len(warnings) == len(expected)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT
+from tests.support.tables import table
 from titan.checks.rules import check, check_layout, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
@@ -52,28 +53,13 @@ def test_shipped_jobs_are_sound(job: Path) -> None:
 
 @pytest.mark.parametrize(
     ("degrees", "world_size", "expected"),
-    [
-        ({}, 4, (1, 1, 4, 1, 1)),
-        ({"data_parallel_replicate_degree": 2}, 8, (1, 2, 4, 1, 1)),
-        (
-            {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
-            4,
-            (1, 4, 1, 1, 1),
-        ),
-        (
-            {
-                "pipeline_parallel_degree": 2,
-                "context_parallel_degree": 2,
-                "tensor_parallel_degree": 2,
-            },
-            16,
-            (2, 1, 2, 2, 2),
-        ),
-    ],
+    table(__file__, "layouts"),
 )
-def test_layouts(degrees: dict[str, int], world_size: int, expected: tuple[int, ...]) -> None:
+def test_layouts(degrees: dict[str, int], world_size: int, expected: list[int]) -> None:
     layout = resolve_layout(JobConfig.model_validate({"parallelism": degrees}), world_size)
-    assert (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp) == expected
+    assert (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp) == tuple(
+        expected
+    )
     assert layout.world_size == world_size
     assert layout.accumulation == 1
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan.config.errors import ConfigError, key_text, parent
 from titan.config.load import Arguments, load_config, parse_args
 from titan.config.render import to_toml
@@ -196,29 +197,7 @@ def test_command_line_is_split() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        ([], "command line: no job file; expected JOB.toml"),
-        (
-            ["j", "--steps=5"],
-            "command line: --steps: unknown option; did you mean --training.steps or --validation.steps?",
-        ),
-        (
-            ["j", "--training", "5"],
-            "command line: --training: unknown option; did you mean --training.KEY=VALUE?",
-        ),
-        (
-            ["j", "--phase=[{from_step = 5}]"],
-            "command line: --phase: unknown option; write [[phase]] and its keys below that line into a TOML file",
-        ),
-        (
-            ["j", "--nprocs", "2"],
-            "command line: --nprocs: unknown option; did you mean '--nproc'?",
-        ),
-        (
-            ["j", "training.steps=5"],
-            "command line: training.steps=5: not a file; did you mean --training.steps=5?",
-        ),
-    ],
+    table(__file__, "a_wrong_command_line_is_reported"),
 )
 def test_a_wrong_command_line_is_reported(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -17,6 +17,7 @@ import pytest
 
 import titan.data.writer as writer
 from tests.support.commands import command
+from tests.support.tables import table
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.cache import describe
@@ -56,7 +57,7 @@ def damage(folder: Path) -> dict[Path, str]:
         "quotes.jsonl": (b'{"text": "' + b'\\"' * 10**7, ":1: not a line of JSON"),
         "deep.jsonl": (b"[" * 10**5 + b"]" * 10**5, ":1: not a line of JSON that can be read"),
         "endless.jsonl": (b"x" * 7 * 10**7, ":1: a line of more than 64 MiB"),
-        "number.jsonl": (b'{"text": 1' + b"0" * 10**5 + b"}", ":1: not a line of JSON"),
+        "number.jsonl": (b'{"text": 1' + b"0" * 10**5 + b"}", ":1: 'text' is a number"),
         "keys.jsonl": (
             json.dumps({ESCAPE + str(n) * 99: 0 for n in range(9999)}).encode(),
             ":1: no text under 'text'",
@@ -282,23 +283,7 @@ def test_memory_does_not_depend_on_the_size_of_a_document(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (
-            {
-                "splits": {
-                    "train": [{"file": "../../etc/passwd", "tokens": 5}],
-                    "validation": [],
-                }
-            },
-            "match",
-        ),
-        ({"splits": {"train": []}}, "expected train and validation"),
-        (
-            {"splits": {"train": [{"file": "a-0.bin", "tokens": -1}], "validation": []}},
-            "greater",
-        ),
-        ({"vocab_size": "many"}, "vocab_size: "),
-    ],
+    table(__file__, "a_damaged_index_is_one_line"),
 )
 def test_a_damaged_index_is_one_line(
     tmp_path: Path, change: dict[str, object], message: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support.tables import table
 from titan.data.order import Blend, derive_key, permute
 
 
@@ -56,13 +57,7 @@ def test_permute_handles_a_trillion_samples() -> None:
 
 @pytest.mark.parametrize(
     ("weights", "shares"),
-    [
-        ([1.0, 1.0], [512, 512]),
-        ([3.0, 1.0], [768, 256]),
-        ([1.0, 1.0, 1.0], [342, 341, 341]),
-        ([1.0, 1e-9], [1023, 1]),
-        ([0.7, 0.2, 0.1], [717, 205, 102]),
-    ],
+    table(__file__, "blend_holds_exact_shares_in_every_block"),
 )
 def test_blend_holds_exact_shares_in_every_block(
     weights: list[float], shares: list[int]

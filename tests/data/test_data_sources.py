@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from titan.config import schema as s
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
 from titan.data import DataError
+from titan.data.reading import read_row
 from titan.data.sources import (
     TextStream,
     in_validation,
@@ -82,6 +84,25 @@ def test_parquet(tmp_path: Path, texts: list[str]) -> None:
         read(s.ParquetSource(path=str(tmp_path)))
 
 
+def test_parquet_texts_may_be_binary(tmp_path: Path) -> None:
+    """As Spark writes them, also within conversations."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chat = [
+        {"role": b"user", "content": "na\u00efve".encode()},
+        {"role": b"assistant", "content": b"b"},
+    ]
+    table = pa.table({"text": ["na\u00efve".encode(), None], "messages": [chat, chat]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert read(s.ParquetSource(path=str(tmp_path))) == ["na\u00efve"]
+    source = s.ParquetSource(path=str(tmp_path), messages_key="messages")
+    documents: Any = open_documents(source).read()
+    [found, _] = (json.loads("".join(document.read())) for document in documents)
+    assert found[0] == {"role": "user", "content": "na\u00efve"}
+    parquet.write_table(pa.table({"text": [b"\xff"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row group 0: a column is binary, and no UTF-8 text"):
+        read(s.ParquetSource(path=str(tmp_path)))
+
+
 def test_a_folder_without_text_names_a_glob(tmp_path: Path) -> None:
     for name in ("a.py", "b/c.py", "data.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -119,13 +140,23 @@ def test_another_field_is_shown_as_lines_to_paste(tmp_path: Path) -> None:
         (b'["x"]', r"corpus\.jsonl:2: no text under 'text': it is an array"),
         (b'{"text": true}', r"corpus\.jsonl:2: 'text' is true or false, not text"),
         (b'{"text": 3}', r"corpus\.jsonl:2: 'text' is a number, not text .*--text-key"),
-        (b'{"text": "\xff"}', r"corpus\.jsonl:2: not a line of JSON"),
+        (b'{"text": "\xff"}', "2: not a line of JSON: .* convert the file to UTF-8"),
+        ('{"text": "x"}'.encode("utf-16"), "'utf-16-le' codec .* convert the file to UTF-8"),
+        (b'{"text": ' + b"1" * 5000 + b"}", r"corpus\.jsonl:2: 'text' is a number, not text"),
     ],
 )
 def test_broken_jsonl_lines_are_told(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "corpus.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(DataError, match=message):
         read(s.JsonlSource(path=str(tmp_path)))
+
+
+def test_an_integer_of_any_length_is_beside_the_text(tmp_path: Path) -> None:
+    line = json.dumps({"text": "fine", "n": [3, 0]}).replace("0", "1" * 5000)
+    (tmp_path / "corpus.jsonl").write_text(line)
+    assert read(s.JsonlSource(path=str(tmp_path))) == ["fine"]
+    row = read_row(line.encode(), where="")
+    assert row["n"] == [3, "1" * 5000]
 
 
 def test_huggingface_streamed_or_not_is_the_same_text(hub: Path, texts: list[str]) -> None:

@@ -38,6 +38,7 @@ from tests.support.layouts import (
 )
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.machine import check_machine
 from titan.checks.rules import check
@@ -394,19 +395,7 @@ def test_resumes_on_another_layout(folder: Path, pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "key"),
-    [
-        ({"parallelism": {"pipeline_parallel_degree": 2}}, "task.options.samples"),
-        ({"parallelism": {"tensor_parallel_degree": 8}}, "parallelism.tensor_parallel_degree"),
-        ({"task": {"options": {}}}, "task.options.path"),
-        ({"task": {"options": {"path": ".", "images": 11}}}, "task.options.images"),
-        ({"training": {"seq_len": 4}}, "training.seq_len"),
-        ({"validation": {"seq_len": 4}}, "validation.seq_len"),
-        ({"data": {"validation_fraction": 0.0}}, "data.validation_fraction"),
-        ({"data": {"packing": "best_fit"}}, "data.packing"),
-        ({"model": {"overrides": {"patch_size": 3}}}, "model.overrides.patch_size"),
-        ({"model": {"overrides": {"vision_heads": 3}}}, "model.overrides.vision_heads"),
-        ({"model": {"overrides": {"image_token": 2048}}}, "model.overrides.image_token"),
-    ],
+    table(__file__, "problems"),
 )
 def test_problems(changes: dict[str, Any], key: str, folder: Path) -> None:
     assert not check(picture_job(folder)) and not check_machine(picture_job(folder))

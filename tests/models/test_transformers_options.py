@@ -28,6 +28,7 @@ from tests.support.hf_families import (
     twin_with,
 )
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.layout import _check_plug_in
@@ -267,22 +268,7 @@ _KINDS = {
 
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
-    [
-        (
-            {"rope_parameters": {"rope_thetta": 1.0}},
-            "model.overrides.rope_parameters.rope_thetta",
-            "did you mean rope_theta",
-        ),
-        ({"rope_parameters": 3}, "model.overrides.rope_parameters", "expected a table"),
-        ({"hidden_size": {"a": 3}}, "model.overrides.hidden_size", "expected no table"),
-        ({"hidden_act": "sillu"}, "model.architecture", "KeyError: 'sillu'"),
-        ({"num_experts": 4}, "model.overrides.num_experts_per_tok", "8 experts"),
-        (
-            {"num_nextn_predict_layers": 1},
-            "model.overrides.num_nextn_predict_layers",
-            "titan's family deepseek_v3",
-        ),
-    ],
+    table(__file__, "wrong_overrides"),
     ids=str,
 )
 def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> None:

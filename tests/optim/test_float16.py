@@ -30,6 +30,7 @@ from tests.support.layouts import (
 )
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.models.common.attention import InnerAttention
@@ -267,15 +268,7 @@ def test_operations_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [
-        ({"training": {"dtype": "bfloat16"}}, "float16 cannot hold small updates"),
-        ({"training": {"mixed_precision_reduce": "bfloat16"}}, "would round float16 gradients"),
-        (
-            {"optimizer": {"early_step_in_backward": True}, "training": {"max_norm": 0.0}},
-            "a step may have to be skipped",
-        ),
-        ({"model": {"converters": ["quantize.linear.float8"]}}, "whose hardware has bfloat16"),
-    ],
+    table(__file__, "what_does_not_go_with_it_is_refused"),
 )
 def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], reason: str) -> None:
     from titan.checks.rules import check

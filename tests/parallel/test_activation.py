@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.tables import table
 from titan.config.schema import ActivationCheckpointSection
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
@@ -128,13 +129,7 @@ def test_kept_modules_under_the_compiler() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "message"),
-    [
-        ({"keep": ["aten.nonesuch"]}, "torch has no operation 'aten.nonesuch'.*matmul"),
-        ({"keep": ["matmal"]}, '"matmal" is no operation'),
-        ({"keep": ["matmul/0"]}, '"matmul/0" is no operation'),
-        ({"keep": ["matmul/x"]}, '"matmul/x" is no operation'),
-        ({"keep_modules": ["mlp.*"]}, "no module of a block matches 'mlp.*'.*feed_forward.w1"),
-    ],
+    table(__file__, "what_does_not_exist_cannot_be_kept"),
 )
 def test_what_does_not_exist_cannot_be_kept(mode: dict[str, Any], message: str) -> None:
     with pytest.raises(SaveListError, match=message):

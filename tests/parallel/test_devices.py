@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titan.observe.memory import allocator_retries, peak_memory
+from titan.observe.memory import peak_memory
 from titan.parallel.init_distributed import usable_accelerator
 
 
@@ -17,4 +17,4 @@ def test_ranks_use_an_accelerator_that_can_communicate(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(name))
     assert usable_accelerator() == (torch.device(name) if used else None)
     if not used:  # and nothing asks its allocator
-        assert peak_memory().kind == "rss" and allocator_retries() == 0
+        assert peak_memory().kind == "rss"

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.support.tables import table
 from titan.config.errors import ConfigError
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
 from titan.parallel.activation import apply_ac
@@ -550,14 +551,7 @@ def test_names_and_stage_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "message"),
-    [
-        ("1F1B", 4, 3, "use 4 or more"),
-        ("DualPipeV", 8, 6, "use 8 or more"),
-        ("GPipe", 8, 8, "4 stages, not 8"),
-        ("ZBVZeroBubble", 4, 8, "8 stages, not 4"),
-        ("Interleaved1F1B", 6, 8, "4 or 8 would do"),
-        ("InterleavedZeroBubble", 8, 9, "do not divide into 2 rounds; 8 or 10 would do"),
-    ],
+    table(__file__, "numbers_that_do_not_fit"),
 )
 def test_numbers_that_do_not_fit(
     name: str, stages: int, microbatches: int, message: str

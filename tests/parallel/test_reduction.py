@@ -174,6 +174,41 @@ def test_experts_average_over_all_ranks_that_sent_tokens(
         assert "stem.weight" in found
 
 
+def double_gradients(kind: str) -> tuple[list[Tensor], str]:
+    """Run on each rank: gradients of an fp64 model, and the error of a gradient penalty."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 2)).double(),
+        torch.randn(4, 3),
+    )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    options: Any = {"blocks": list(model), "gradients": "mean"}
+    if kind:
+        axis = "dp_replicate" if kind == "ddp" else "dp_shard"
+        helper = apply_ddp if kind == "ddp" else apply_fsdp
+        helper(model, mesh=build_mesh("cpu", **{axis: world})[axis], **options)
+    own = x.double()[rank::world].requires_grad_()
+    model(own).exp().mean().backward()
+    grads: Any = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    try:
+        torch.autograd.grad(model(own).sum(), own, create_graph=True)[0].sum().backward()
+    except ValueError as error:
+        return grads, str(error)
+    return grads, ""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_fp64_is_reduced_in_fp64_and_second_derivatives_are_refused(
+    kind: str, pool: Pool
+) -> None:
+    [(expected, said)] = pool.run(1, double_gradients, "")
+    assert not said
+    for found, said in pool.run(2, double_gradients, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+        assert "create_graph=True, as for a gradient penalty" in said
+
+
 @pytest.mark.parametrize("helper", [apply_fsdp, apply_ddp])
 def test_the_error_says_which_one_a_trainer_needs(helper: Any) -> None:
     for options in ({}, {"gradients": "average"}):

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.jobs import ROOT
 from tests.support.synthetic import FixedCost, kernel
+from tests.support.tables import table
 from tests.support.traces import job
 from titan.checks.rules import resolve_layout
 from titan.config.schema import JobConfig
@@ -170,13 +171,7 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
 
 @pytest.mark.parametrize(
     ("model", "parallelism"),
-    [
-        ({"name": "llama3", "flavor": "405B"}, {"tensor_parallel_degree": 8}),
-        ({"name": "deepseek_v3", "flavor": "671B"}, {"expert_parallel_degree": 64}),
-        ({"name": "deepseek_v3", "flavor": "16B"}, {"expert_parallel_degree": 8}),
-        ({"name": "qwen3", "flavor": "30B-A3B"}, {"context_parallel_degree": 4}),
-        ({"name": "gpt_oss", "flavor": "20b"}, {}),
-    ],
+    table(__file__, "tiny_jobs_are_valid_and_small"),
 )
 def test_tiny_jobs_are_valid_and_small(
     model: dict[str, Any], parallelism: dict[str, Any]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
@@ -282,15 +283,7 @@ def test_nothing_that_anybody_would_try_first_is_faster(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--world-size=0"], "--world-size: expected a whole number"),
-        (["--hardware=h9"], "no profile 'h9'"),
-        (["--trainig.steps=1"], "unknown"),
-        (["--also=float9"], "unknown: 'float9'; did you mean"),
-        (["--json=none/a.json"], "there is no folder none"),
-        (["--output=README.md"], "--output: README.md is a file; name a folder"),
-        (["--only=fsdp", "--output=docs"], "--output: cannot write docs: Is a directory"),
-    ],
+    table(__file__, "mistakes"),
 )
 def test_mistakes(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ import torch
 
 import titan
 from tests.support.jobs import ROOT
+from tests.support.tables import table
 from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.config.model import family
@@ -441,24 +442,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "printed"),
-    [
-        (
-            ["--hardware=h1000"],
-            "no profile 'h1000'; did you mean 'h100-sxm'? There are a100-80g, ",
-        ),
-        (["--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3"),
-        (["--world-size=0"], "--world-size: expected a whole number of at least 1, got '0'"),
-        (["--sweep=model.flavour=8B"], "did you mean 'flavor'?"),
-        (["--sweep=training.local_batch_size"], "expected KEY=A,B,..."),
-        (["--sweep=world_size=8,x"], "'world_size=8,x': expected numbers of at least 1"),
-        (
-            ["--sweep=training.steps=1", "--html=a.html"],
-            "--html: is for one job, not for a sweep",
-        ),
-        (["--processes=0"], "--processes: expected a whole number"),
-        (["--json=."], "--json: cannot write .: Is a directory"),
-        (["--html=/proc/a.html"], "--html: cannot write /proc/a.html"),
-    ],
+    table(__file__, "mistakes"),
 )
 def test_mistakes(
     arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]

@@ -30,13 +30,14 @@ from titan.data import DataError, require
 from titan.data.files import ending_of
 from titan.data.rows import (
     SET_KEY,
+    Digits,
     LongText,
     NoText,
     TakeRow,
     field,
+    from_parquet,
     plain_text,
     row_text,
-    without_nulls,
 )
 
 # Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
@@ -238,11 +239,16 @@ def read_row(line: bytes, *, where: str) -> Any:
         if len(re.sub(rb'"[^"]*"?', b"", plain)) > _MAX_STRUCTURE_BYTES:
             raise DataError(f"{where}: a long line, and not for its text; is it JSON Lines?")
     try:
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except ValueError:  # perhaps for an integer that Python does not read
+            return json.loads(line, parse_int=lambda n: int(n) if len(n) < 4300 else Digits(n))
     except ValueError as error:
         hint = (
             "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
         )
+        if isinstance(error, UnicodeDecodeError):
+            hint = "; convert the file to UTF-8 (iconv), or leave it out"
         raise DataError(f"{where}: not a line of JSON: {error}{hint}") from error
     except RecursionError:
         raise DataError(
@@ -346,11 +352,12 @@ def read_parquet(
                             f"{file}: its {size:,} bytes hold more than {most_chars:,} characters, which no text does; "
                             "replace the file or leave it out"
                         )
+                    place = where if take is None else f"{file}, row {row}"
+                    fields = from_parquet(value, where=place)
                     if take is None:
-                        yield row_text(plain_text(value[key], key, where=where), others)
+                        yield row_text(plain_text(fields.get(key), key, where=where), others)
                     else:
-                        fields = without_nulls(value) | dict.fromkeys(others, True)
-                        yield take(fields, key, where=f"{file}, row {row}")
+                        yield take(fields | dict.fromkeys(others, True), key, where=place)
             meter.here = size * (number + 1) // table.num_row_groups
 
 

@@ -13,8 +13,14 @@ from typing import Any, Protocol
 from titan.data import DataError
 
 SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
+
+
+class Digits(str):
+    """Digits of an integer that is too long for Python's `int`."""
+
+
 _NO_TEXT = {int: "a number", float: "a number", bool: "true or false"}
-_NO_TEXT |= {list: "a list", dict: "an object", bytes: "binary"}
+_NO_TEXT |= {list: "a list", dict: "an object", Digits: "a number"}
 
 
 class RowText(str):
@@ -91,18 +97,25 @@ def field(row: Any, key: str, *, where: str) -> RowText:
     return row_text(plain_text(fields[key], key, where=where), others)
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a value without the nulls of its objects: a Parquet column gives each object the fields of all rows."""
+def from_parquet(value: Any, *, where: str) -> Any:
+    """Return a value without the nulls of its objects, which get the fields of all rows, and with bytes, as Spark writes them, as text."""
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        fields = value.items()
+        return {k: from_parquet(v, where=where) for k, v in fields if v is not None}
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            message = f"{where}: a column is binary, and no UTF-8 text ({SET_KEY})"
+            raise DataError(message) from error
+    return [from_parquet(v, where=where) for v in value] if isinstance(value, list) else value
 
 
 def plain_text(text: Any, key: str, *, where: str) -> str:
     """Return the text of a field, or "" for null."""
     if text is None:
         return ""
-    if not isinstance(text, str):
+    if type(text) in _NO_TEXT or not isinstance(text, str):
         kind = _NO_TEXT.get(type(text), type(text).__name__)
         raise DataError(f"{where}: '{key}' is {kind}, not text ({SET_KEY})")
     # JSON can spell half a surrogate pair and UTF-8 cannot, so it becomes U+FFFD.

@@ -331,19 +331,28 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _template_beside(tokenizer: Tokenizer) -> str:
-    """Return the chat template among a tokenizer's files, or "" if there is none."""
+    """Return the chat template among a tokenizer's files, or "" if there is none.
+
+    A template "tool_use" beside the default one is for conversations with tools, as in transformers. Both become one template.
+    """
     if tokenizer.file is None:
         return ""
-    if (file := tokenizer.file.with_name(CHAT_TEMPLATE)).is_file():
-        return read_text(file)
-    template = beside.read_beside(tokenizer.file.with_name("tokenizer_config.json")).get(
-        "chat_template"
-    )
-    # Some tokenizers have several templates, each with a name.
-    for named in template if isinstance(template, list) else ():
-        if isinstance(named, dict) and named.get("name") == "default":
-            template = named.get("template")
-    return template if isinstance(template, str) else ""
+    folder = tokenizer.file.parent
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        others = (folder / "additional_chat_templates").glob("tool_use.jinja")
+        named = {other.stem: read_text(other) for other in others} | {
+            "default": read_text(file)
+        }
+    else:
+        found = beside.read_beside(folder / "tokenizer_config.json").get("chat_template")
+        rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
+        named = {row.get("name"): row.get("template") for row in rows if isinstance(row, dict)}
+    default, tools = (str(named.get(name) or "") for name in ("default", "tool_use"))
+    if not (default and tools):
+        return default
+    # Jinja drops the last line's end of a template, and with these signs no other space.
+    both = tools.removesuffix("\n"), default.removesuffix("\n")
+    return "{% if tools is not none +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
 
 
 def _open_file(section: TokenizerSection, hf_assets_path: str) -> Tokenizer:

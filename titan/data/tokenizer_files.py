@@ -255,8 +255,8 @@ def unread_beside(folder: Path) -> list[str]:
         keys = [key for key, value in values.items() if value and not _is_name(key)]
         templates = values.get("chat_template")
         named = templates if isinstance(templates, list) else []
-        # A template that is called "default" is read.
-        keys += [f"chat_template {n.get('name')}" for n in named if n.get("name") != "default"]
+        read = ("default", "tool_use")
+        keys += [f"chat_template {n.get('name')}" for n in named if n.get("name") not in read]
         lines += file_line(folder / name, keys)
     return lines
 

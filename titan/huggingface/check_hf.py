@@ -72,11 +72,10 @@ def describe(path: Path) -> dict[str, Any]:
         is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)
     ):
         problems = _problems(file.parent, name, sizes)
-        with suppress(InputError):  # a tokenizer that titan cannot read
-            tokenizer = tokenizer_named(where if has_tokenizer else "bytes")
-            tokens = tokenizer.vocab_size if has_tokenizer else 0
+        with suppress(InputError):  # there is no tokenizer that titan can read
+            tokenizer = tokenizer_named(where)
             unread += tokenizer.unread
-            if tokens > sizes.vocab_size:
+            if (tokens := tokenizer.vocab_size) > sizes.vocab_size:
                 problems.append(
                     f"its tokenizer has {tokens:,} tokens, and the model {sizes.vocab_size:,}"
                 )

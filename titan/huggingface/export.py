@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from titan.data.tokenizer_files import (
     tokenizer_path,
 )
 
+from .hf_model import INDEX, OF_DIFFUSERS
 from .load import CONFIG, HFModel
 
 _NAMES = ("bos_token", "eos_token")
@@ -247,15 +248,10 @@ def export_state(
         tensor = state[f"model.{ours}"].to(dtype)
         return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
 
-    buffers = {
-        ours: state[name]
-        for ours in export.model.off_disk
-        if (name := f"model.{ours}") in state
-    }
-    if lost := [
-        text for texts in group.gather(lost_buffers(export.model, buffers)) for text in texts
-    ]:
-        raise SaveFailed(f"{folder}: {lost[0]}")
+    names = {ours: f"model.{ours}" for ours in export.model.off_disk}
+    buffers = {ours: state[name] for ours, name in names.items() if name in state}
+    for lost in chain(*group.gather(lost_buffers(export.model, buffers))):
+        raise SaveFailed(f"{folder}: {lost}")
     # Ranks that have a part of each tensor. With a pipeline, these are the ranks of its stage.
     held = group.gather([f"model.{name}" in state for name in export.model.names])
     ranks_of = {
@@ -371,25 +367,23 @@ def _write_file(file: Path, tensors: StateDict) -> None:
 def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> None:
     """Write the index, config.json and the tokenizer's files."""
     model = export.model
-    weight_map = {name: file for file, names in files.items() for name in names}
     index = {
         "metadata": {"total_size": sum(map(export.num_bytes, model.on_disk))},
-        "weight_map": weight_map,
+        "weight_map": {name: file for file, names in files.items() for name in names},
     }
-    texts = {model.index_name: index, CONFIG: export.config()}
+    config = export.config()
+    texts = {OF_DIFFUSERS * ("_class_name" in config) + INDEX: index, CONFIG: config}
     texts |= model.hooks.hf_files(model.sizes)
     assets = {asset.name: read_asset(asset) for asset in export.assets}
     if export.ends:
         begin = {} if export.bos_id is None else {"bos_token_id": export.bos_id}
         _merge(assets, GENERATION_CONFIG, begin | {"eos_token_id": export.eos_token_id})
-    if "tokenizer.json" in assets and export.names:
-        _merge(
-            assets,
-            TOKENIZER_CONFIG,
-            {"tokenizer_class": "PreTrainedTokenizerFast"} | export.names,
-        )
-    if "tokenizer.json" in assets and export.begin is not None:
-        assets["tokenizer.json"] = _begun(assets["tokenizer.json"], export.begin)
+    if library := assets.get("tokenizer.json"):
+        if export.names:
+            named = {"tokenizer_class": "PreTrainedTokenizerFast"} | export.names
+            _merge(assets, TOKENIZER_CONFIG, named)
+        if export.begin is not None:
+            assets["tokenizer.json"] = _begun(library, export.begin)
     if export.chat_template:  # its file may be elsewhere
         assets[CHAT_TEMPLATE] = export.chat_template.encode()
     for name, data in ({name: _json(text) for name, text in texts.items()} | assets).items():

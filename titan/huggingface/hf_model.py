@@ -24,6 +24,8 @@ from titan.data.unread import file_line
 
 INDEX = "model.safetensors.index.json"
 OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
+# Experts as transformers 5 has them in memory, and saves them with save_original_format=False: in one tensor (E, 2 I, D) gate over up.
+FUSED = ".experts.gate_up_proj"
 
 
 def differences(sizes: Any, other: Any) -> dict[str, Any]:
@@ -31,17 +33,15 @@ def differences(sizes: Any, other: Any) -> dict[str, Any]:
 
     Fields about initialization and balancing do not count, and those of YaRN only with it.
     """
-    ignored = (
-        ("init_std", "_coeff")
-        if getattr(sizes, "rope_factor", 1)
-        else ("init_std", "_coeff", "rope_mscale")
-    )
-    names = (f.name for f in dataclasses.fields(sizes) if f.init)
+    ignored = ("init_std", "_coeff", "rope_mscale")[
+        : 2 + (not getattr(sizes, "rope_factor", 1))
+    ]
     return {
-        name: value
-        for name in names
-        if not name.endswith(ignored)
-        and getattr(other, name, None) != (value := getattr(sizes, name))
+        f.name: value
+        for f in dataclasses.fields(sizes)
+        if f.init
+        and not f.name.endswith(ignored)
+        and getattr(other, f.name, None) != (value := getattr(sizes, f.name))
     }
 
 
@@ -61,7 +61,7 @@ _LEFT_OUT: dict[str, Any] = {
 class DiskTensor(NamedTuple):
     """A tensor on disk, and what it contains: a parameter, one expert's part of a parameter, or several parameters.
 
-    Several parameters in `HFModel.parts` alternate by channel. Other parameters are concatenated along the columns.
+    Several parameters in `HFModel.parts` alternate by channel. Other parameters are concatenated (`joined_dim`).
 
     Attributes:
         ours: our names of the parameters.
@@ -136,10 +136,6 @@ class HFModel:
             buffers,
         )
 
-    def hf_name(self, ours: str) -> str:
-        """Return the name on disk of one of our parameters, also of one that is not there, as a tied output layer."""
-        return self.hooks.hf_name_of(self.sizes)(ours)
-
     def with_copies(self) -> HFModel:
         """Return the model as it is exported, with the copies of embeddings that readers of its MTP modules expect."""
         return dataclasses.replace(self, copies=self.hooks.hf_copies(self.sizes))
@@ -152,6 +148,12 @@ class HFModel:
                 names = {
                     n: re.sub(f"^{re.escape(ours)}", theirs, name) for n, name in names.items()
                 }
+        if any(name.endswith(FUSED) for name in files):
+            of_one = r"\.\{\}\.(?:gate|up|(down))_proj\.weight$"
+            names = {
+                n: re.sub(of_one, lambda m: f".{m[1] or 'gate_up'}_proj", name)
+                for n, name in names.items()
+            }
         return dataclasses.replace(self, names=names)
 
     @property
@@ -159,12 +161,6 @@ class HFModel:
         """Return the name of the model's class in transformers."""
         config = self.hooks.hf_config(self.sizes)
         return config.get("_class_name") or config["architectures"][0]
-
-    @property
-    def index_name(self) -> str:
-        """Return the file name of the index."""
-        kind = self.hooks.hf_config(self.sizes)
-        return OF_DIFFUSERS + INDEX if "_class_name" in kind else INDEX
 
     @property
     def off_disk(self) -> list[str]:
@@ -188,7 +184,9 @@ class HFModel:
             if part := self.parts.get(ours):
                 shape = torch.Size((shape[0], *shape[2:], shape[1] * part[1]))
             elif before is not None:
-                shape = torch.Size([*shape[:-1], before.shape[-1] + shape[-1]])
+                sizes, dim = [*shape], joined_dim(theirs)
+                sizes[dim] += before.shape[dim]
+                shape = torch.Size(sizes)
             elif "{}" in theirs:
                 for expert in range(shape[0]):
                     tensors[theirs.format(expert)] = DiskTensor((ours,), expert, shape[1:])
@@ -205,12 +203,19 @@ class HFModel:
             return torch.stack([t.mT if t.ndim == 3 else t for t in tensors], -1).flatten(-2)
         return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim=-1)
 
-    def first_column(self, ours: str) -> int:
-        """Return the first column of a parameter in its tensor on disk."""
-        tensor = self.on_disk.get(self.names[ours])
-        if tensor is None or ours in self.parts:
-            return 0
-        return sum(self.shapes[name][-1] for name in tensor.ours[: tensor.ours.index(ours)])
+    def origin(self, ours: str) -> list[int]:
+        """Return where a parameter begins in its tensor on disk, along each dimension."""
+        theirs = self.names[ours]
+        tensor = None if ours in self.parts else self.on_disk.get(theirs)
+        found = [0] * len(self.shapes[ours])
+        for name in tensor.ours[: tensor.ours.index(ours)] if tensor else ():
+            found[joined_dim(theirs)] += self.shapes[name][joined_dim(theirs)]
+        return found
+
+
+def joined_dim(theirs: str) -> int:
+    """Return the dimension along which several parameters are one tensor on disk: the columns, or the rows of fused experts."""
+    return -2 if theirs.endswith(FUSED) else -1
 
 
 def hooks_of(name: str) -> Any:

@@ -41,6 +41,7 @@ from titan.data import require
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 from .hf_model import (
+    FUSED,
     INDEX,
     OF_DIFFUSERS,
     HFModel,
@@ -110,8 +111,10 @@ def open_folder(path: Path) -> HFFolder:
     pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pth", ".pt")]
     reason = f"neither {INDEX} nor {SINGLE} is here"
     if pickles:
-        reason += f". {pickles[0]} is a pickle, which can run any code when it is loaded, and is not opened: save the "
-        reason += "model as safetensors (transformers: save_pretrained)"
+        reason += (
+            f". {pickles[0]} is a pickle, which can run any code when it is loaded, and is not opened: save the "
+            "model as safetensors (transformers: save_pretrained)"
+        )
     raise CheckpointError(f"{path}: {reason}")
 
 
@@ -180,9 +183,8 @@ def require_weights_for(sizes: Any, folder: HFFolder) -> None:
         CheckpointError: the files are too small.
     """
     held = sum(file.stat().st_size for file in {*folder.files.values()})
-    # Bytes of the smallest weight: half a byte in MXFP4.
-    smallest = 0.5 if folder.config.get("quantization_config") else 2
-    if not 0 < smallest * sizes.num_params <= held:
+    # The smallest weight takes half a byte, in MXFP4.
+    if not 0 < sizes.num_params <= 2 * held:
         raise CheckpointError(
             f"{folder.path / CONFIG}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
             "of the weights cannot hold"
@@ -328,7 +330,7 @@ class _Piece(NamedTuple):
 
 def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
     """Yield the pieces that fill this rank's part of a tensor."""
-    theirs, first = model.names[ours], model.first_column(ours)
+    theirs = model.names[ours]
     where = tuple(slice(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
@@ -339,8 +341,8 @@ def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
     if not tensor.numel():  # with more ranks than rows, some ranks have nothing
         return
     if "{}" not in theirs:
-        if first:
-            where = (*where[:-1], slice(where[-1].start + first, where[-1].stop + first))
+        moved = zip(where, model.origin(ours), strict=True)
+        where = tuple(slice(w.start + o, w.stop + o) for w, o in moved)
         yield _Piece(theirs, where, tensor, model.parts.get(ours))
         return
     for expert, part in enumerate(tensor, where[0].start):
@@ -352,10 +354,13 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     wanted: dict[str, Form] = {}
     for name, tensor in model.on_disk.items():
         wanted |= stored_as(name, list(tensor.shape), folder.files)
-    source = _listing(folder.path)
-    for name in wanted.keys() - folder.files.keys():
+    source, missing = _listing(folder.path), wanted.keys() - folder.files.keys()
+    if missing and any(name.endswith(FUSED) for name in folder.files):
+        yield f"{source}: its experts are fused ({FUSED}), as transformers 5 has them in memory; save it again by save_pretrained"
+    for name in missing:
         yield f"{source}: tensor {name} is missing"
-    tied = {model.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
+    name_of = model.hooks.hf_name_of(model.sizes)
+    tied = {name_of("output.weight")} if model.sizes.tied_embeddings else set()
     skipped = tuple(left_out(folder, model))
     # Folders of tied models may still contain the output layer.
     for name in folder.files.keys() - wanted.keys() - tied:
@@ -380,7 +385,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
             if shape != expected:
                 yield f"{file}: tensor {name} has shape {shape}; the sizes in config.json make it {expected}"
             elif dtype not in dtypes:
-                yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
+                yield f"{file}: tensor {name} is {dtype} (F8 is fp8), without a quantization that titan reads; convert it to bfloat16 first"
 
 
 def _are_equal(folder: HFFolder, one: str, other: str) -> bool:

@@ -52,14 +52,3 @@ def peak_memory(*, reset: bool = False) -> PeakMemory:
         reserved_gib=stats.get("reserved_bytes.all.peak", 0) / _GIB,
         active_gib=stats.get("active_bytes.all.peak", 0) / _GIB,
     )
-
-
-def allocator_retries() -> int:
-    """Return how often the allocator has freed its cache to find room since the start. It is 0 on a CPU."""
-    import torch
-
-    from titan.parallel.init_distributed import usable_accelerator
-
-    if usable_accelerator() is None:
-        return 0
-    return torch.accelerator.memory_stats().get("num_alloc_retries", 0)

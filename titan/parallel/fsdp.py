@@ -75,7 +75,7 @@ def apply_fsdp(
     blocks: Iterable[nn.Module] | nn.ModuleDict,
     gradients: Reduction,
     param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
     kept_blocks: int = 1,
     blocks_per_unit: int = 1,
@@ -95,7 +95,8 @@ def apply_fsdp(
         blocks: modules in forward order, gathered `blocks_per_unit` at a time.
         gradients: "sum" over the ranks of `mesh`, or their "mean" as in fully_shard. No default: AdamW would hide the wrong one.
         param_dtype: dtype in which parameters are gathered and computed with. None: their own.
-        reduce_dtype: dtype of gradients in the reduction. Always set, since torch's own default changed in 2.15.
+        reduce_dtype: dtype of gradients in the reduction. None: fp32, or fp64 if the model has parameters in it. torch's own default
+            changed in 2.15.
         reshard_after_forward: free a unit's gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2).
         kept_blocks: number of last blocks not resharded (with their unit and all later modules): their backward pass comes next.
         blocks_per_unit: number of blocks in a unit.
@@ -113,7 +114,7 @@ def apply_fsdp(
         TypeError: `gradients` is missing.
         ValueError: no module is named, or one that the model does not have; or as `units_of`.
     """
-    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype or _precise(model)}
     precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast_forward_inputs)
     pins = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pins) if cpu_offload else OffloadPolicy()
@@ -145,6 +146,12 @@ def apply_fsdp(
     # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
     gathers = any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values())
     _prefetch(gathered, int(gathers) if prefetch < 0 else prefetch)
+
+
+def _precise(model: nn.Module) -> torch.dtype:
+    """Return fp32, or fp64 for a model with parameters in it."""
+    is_double = any(p.dtype == torch.float64 for p in model.parameters())
+    return torch.float64 if is_double else torch.float32
 
 
 def _shard_inside(
@@ -290,7 +297,7 @@ def apply_ddp(
     blocks: Iterable[nn.Module] | nn.ModuleDict,
     gradients: Reduction,
     param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
     cast_forward_inputs: bool = True,
     encoders: Sequence[nn.Module] = (),
     first: Sequence[nn.Module] = (),
@@ -307,13 +314,13 @@ def apply_ddp(
         blocks: as in `apply_fsdp`, like all following arguments.
         gradients: "sum" or "mean".
         param_dtype: dtype of computation.
-        reduce_dtype: dtype of gradients in the reduction.
+        reduce_dtype: as in `apply_fsdp`.
         cast_forward_inputs: cast floating-point inputs of each unit to param_dtype.
         encoders: more modules that run before the blocks.
         first: modules that run before the blocks.
         last: modules that run after the blocks.
     """
-    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype or _precise(model)}
     precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast_forward_inputs)
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
     _check_model(model, mesh, [*encoders, *first, *blocks, *last])

@@ -112,8 +112,18 @@ def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> N
         compare(group, number)
         return forward(*args)
 
+    def refuse_graph(backward: Callable[..., Any], *args: Any) -> Any:
+        # Only create_graph turns gradients on in a backward pass.
+        if torch.is_grad_enabled() and not detect_fake_mode():
+            raise ValueError(
+                "create_graph=True, as for a gradient penalty: FSDP and DDP free or reduce in the inner backward pass what the outer one "
+                "needs; use torch's DistributedDataParallel"
+            )
+        return backward(*args)
+
     for number, group in numbered:
         group.pre_forward = partial(before, group, number, group.pre_forward)
+        group.pre_backward = partial(refuse_graph, group.pre_backward)
     if numbered:
         first = numbered[0][1]
         model.register_forward_hook(lambda *_: compare(first, len(units)))

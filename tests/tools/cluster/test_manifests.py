@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan.cli import main
 from titan.config.schema import FaultToleranceSection
 
@@ -359,15 +360,7 @@ def test_it_imports_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "restarts", "crashes", "exit_code", "requeued"),
-    [
-        (0, 0, 0, 0, False),
-        (75, 0, 0, 75, True),
-        (2, 5, 0, 2, False),
-        (1, 0, 0, 1, False),
-        (1, 2, 0, 1, True),
-        (137, 2, 1, 137, True),
-        (1, 2, 2, 1, False),
-    ],
+    table(__file__, "what_becomes_of_an_exit_code"),
 )
 def test_what_becomes_of_an_exit_code(
     tmp_path: Path, code: int, restarts: int, crashes: int, exit_code: int, requeued: bool

@@ -14,6 +14,7 @@ import pytest
 from tests.support.hosts import Hosts, why_not
 from tests.support.jobs import ROOT
 from tests.support.runs import Run, logged_steps
+from tests.support.tables import table
 from titan.ops.cluster import node
 
 PROGRAM = [
@@ -82,22 +83,17 @@ def test_a_mistake(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
-    [
-        (["--rdzv-endpoint=n1:29500"], {}, ("n1", 29500)),
-        (["--rdzv-endpoint=[fe80::1]:29500"], {}, ("fe80::1", 29500)),
-        ([], {"PET_MASTER_ADDR": "n2", "PET_MASTER_PORT": "5"}, ("n2", 5)),
-        (["--standalone"], {}, None),
-    ],
+    table(__file__, "the_address_of_the_store"),
 )
 def test_the_address_of_the_store(
     arguments: list[str],
     variables: dict[str, str],
-    expected: tuple[str, int] | None,
+    expected: list[str | int] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert node.store_address(arguments) == expected
+    assert node.store_address(arguments) == (expected and tuple(expected))
 
 
 PREPARE = """

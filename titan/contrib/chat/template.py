@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, meta, nodes
@@ -38,26 +39,44 @@ if TYPE_CHECKING:
 # Marks around answers in the rendered text. Unicode reserves these two code points as noncharacters (section 23.7), and
 # messages.py replaces them in messages.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+_WITH_MARKS = "{% generation %}"  # no template can read a value of this name
 # Names of a message's reasoning. transformers fills the first two from any of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Marks(Extension):
-    """Jinja extension that writes marks in place of `{% generation %}` and `{% endgeneration %}`."""
+    """Jinja extension that returns the text of `{% generation %}`, within marks if the template gets `_WITH_MARKS`.
+
+    Its body is a call block, as in transformers, so that names which are set there stay there.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (
-            nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_BEGIN, _END)
-        )
-        return [begin, *body, end]
+        call = self.call_method("_around", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body, lineno=line)
+
+    def _around(self, context: Any, caller: Callable[[], str]) -> str:
+        text = caller()
+        return f"{_BEGIN}{text}{_END}" if _WITH_MARKS in context else text
 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class ChatTemplate:
@@ -79,7 +98,7 @@ class ChatTemplate:
         environment: Any = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -125,7 +144,7 @@ class ChatTemplate:
         """
         self._check(chat, where=where)
         return self.tokenizer.encode_rendered(
-            _plain(self.render(chat, where=where, add_generation_prompt=True))
+            self.render(chat, where=where, add_generation_prompt=True)
         )[0]
 
     def encode(self, chat: Chat, *, where: str, unread: Counts | None = None) -> np.ndarray:
@@ -165,7 +184,7 @@ class ChatTemplate:
         """Return the first special token that the template writes after an answer, as a set of at most one id."""
         answer = "An answer."
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-        _, found, after = _plain(self.render(messages, where="chat")).rpartition(answer)
+        _, found, after = self.render(messages, where="chat").rpartition(answer)
         special = {*self.tokenizer.special_ids.values()} if found else set()
         return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
 
@@ -194,13 +213,18 @@ class ChatTemplate:
             if message["role"] == "assistant"
         }
         if "endgeneration" in self.source:
-            answers, flags = _marked(text), [*learnt.values()]
+            values[_WITH_MARKS], flags = True, [*learnt.values()]
+            plain, answers = _marked(render(len(messages)))
+            if plain != text or answers is None:
+                raise DataError(
+                    f"{where}: the chat template changes or cuts the text of {{% generation %}} after {{% endgeneration %}}, by a filter "
+                    "or a test; write the marks around what it prints at last"
+                )
             if not answers or all(flags):
-                return _plain(text), answers or None
+                return text, answers or None
             # How many answers the template has written after each message.
-            written = [len(_marked(render(number))) for number in learnt]
-            kept = [a for n, a in enumerate(answers) if flags[bisect_right(written, n)]]
-            return _plain(text), kept
+            written = [len(_marked(render(number))[1] or ()) for number in learnt]
+            return text, [a for n, a in enumerate(answers) if flags[bisect_right(written, n)]]
         answers = []
         for number in (number for number, is_one in learnt.items() if is_one):
             before = render(number - 1, add_generation_prompt=True)
@@ -294,9 +318,10 @@ def _values(chat: Chat) -> dict[str, Any]:
 def _message(message: dict[str, Any]) -> _Message:
     if isinstance(message, _Message):
         return message
-    reasoning = next((message[name] for name in _REASONING if name in message), None)
-    first, second, _ = _REASONING
-    found = _Message({second: reasoning, **message, first: reasoning} if reasoning else message)
+    given = (message[name] for name in _REASONING if message.get(name) is not None)
+    reasoning, (first, second, _) = next(given, None), _REASONING
+    whole = {second: reasoning, **message, first: reasoning}
+    found = _Message(message if reasoning is None else whole)
     found.seen = set()
     return found
 
@@ -317,17 +342,11 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(inner)
 
 
-def _plain(text: str) -> str:
-    return text.replace(_BEGIN, "").replace(_END, "")
-
-
-def _marked(text: str) -> list[tuple[int, int]]:
-    """Return the (begin, end) of each marked part, counted in the text without marks."""
-    found, begin = [], 0
-    for number, mark in enumerate(re.finditer(f"[{_BEGIN}{_END}]", text)):
-        place = mark.start() - number
-        if mark[0] == _BEGIN:
-            begin = place
-        else:
-            found.append((begin, place))
-    return found
+def _marked(text: str) -> tuple[str, list[tuple[int, int]] | None]:
+    """Return a text without marks, and the (begin, end) of each marked part in it; None if a mark lacks its partner."""
+    parts = re.split(f"([{_BEGIN}{_END}])", text)
+    marks = "".join(parts[1::2])
+    ends = [*accumulate(map(len, parts[::2]))]
+    is_whole = marks == (_BEGIN + _END) * (len(marks) // 2)
+    pairs = zip(ends[:-1:2], ends[1::2], strict=False) if is_whole else None
+    return "".join(parts[::2]), None if pairs is None else [*pairs]

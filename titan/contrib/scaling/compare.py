@@ -1,6 +1,7 @@
 """Command `titan compare A B`: which of two recipes is better, in loss, tokens, time and money.
 
-A and B are jobs, or folders of runs. Jobs are trained with the same seeds, each as a sweep. paired.py has the statistics.
+A and B are jobs, or folders of runs. Jobs are trained with the same seeds, each as a sweep. sides.py reads the runs and
+says whether their losses and speeds compare, paired.py has the statistics. What does not compare is said below a table of what does.
 """
 
 from __future__ import annotations
@@ -8,26 +9,60 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from titan.base.untrusted import InputError, read_json
-from titan.config.load import load_config
+from titan.base.untrusted import InputError
+from titan.config.load import load_config, load_from_argv
 from titan.config.options import CommandParser, command_parser, mistake, put_json
-from titan.config.phases import phases_of
+from titan.config.render import to_toml
+from titan.config.schema import JobConfig
+from titan.data.tokenizer_files import with_tokenizer
+from titan.numerics.diff.command import differing_keys
 from titan.sim.report.intervals import ratio_width
-from titan.tools.plot import points
 
 from . import paired, picture, sweep
-from . import runs as reading
 from .budget import simulated
-from .law import load_law
-from .paired import Curve, Estimate
+from .law import Fit, load_law
+from .paired import FAR, Curve, Estimate
+from .sides import Side, measure_of, why_speeds_differ
 
 SUMMARY = "Which of two recipes is better, in loss, tokens, time and money. docs/scaling.md"
 # A difference of so many half widths is found in 79% of comparisons with three seeds, and in 90% with ten (drawn).
 _SURE = 2
+_DECAYS = "the learning rate decays, so that prices in tokens are the least that the gap is worth: use --law"
+
+
+@dataclass
+class Report:
+    """What a comparison found.
+
+    Attributes:
+        unit: Unit of a loss.
+        seeds: Seeds whose runs both sides finished.
+        notes: Lines below the answer.
+        rows: Rows of the table: a name, and the cells of A and B.
+        lost: Runs that diverged or did not finish, in words.
+        gap: Loss of B less that of A; None with fewer than two pairs.
+        times: Seconds a token of A and of B; 0: not known.
+        changes: Logarithms of factors from A to B, by what changes, as far as they are known.
+    """
+
+    unit: str
+    seeds: list[int]
+    notes: list[str]
+    rows: list[list[str]] = field(default_factory=lambda: [["", "A", "B"]])
+    lost: list[str] = field(default_factory=list)
+    gap: Estimate | None = None
+    times: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    changes: dict[str, Estimate] = field(default_factory=dict)
+
+    def add(self, name: str, form: str, columns: Sequence[Sequence[float]]) -> list[float]:
+        """Add a row of the means of A's and B's figures, with a dash for no figure, and return them."""
+        means = [fmean(column) if column else 0.0 for column in columns]
+        self.rows.append([name, *(format(mean, form) if mean else "-" for mean in means)])
+        return means
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,56 +74,43 @@ def main(argv: list[str] | None = None) -> int:
     options, words = _parser().parse_known_args(argv)
     picture.require_option(options)
     law = load_law(options.law) if options.law else None
-    wanted, sides = options.nproc, options.sides
-    jobs = [[str(path), *words] for path in sides]
-    if all(path.suffix == ".toml" for path in sides):
-        options.nproc = 1 if options.hardware else wanted
-        code = _train(jobs, options)
-        if code:
+    jobs = [[str(path), *words] for path in options.sides]
+    paths, nproc = options.sides, options.nproc
+    if trains := all(path.suffix == ".toml" for path in paths):
+        options.nproc = 1 if options.hardware else nproc
+        if code := _train(jobs, options):
             return code
-        sides = [options.folder / side for side in "ab"]
+        paths = [options.folder / side for side in "ab"]
     elif words or options.short or options.hardware:
         word = [*words, *options.short, "--hardware"][0]
         raise mistake(word, "is for two jobs: runs are read as they are")
-    unit, ((config, ranks, run), (_, _, other)), places, (curves, *others) = _read(sides)
-    losses, speeds, memory = (
-        [[*map(paired.final, pair)] for pair in column] for column in others
-    )
-    gap = paired.mean_of([b - a for a, b in losses])
-    time = paired.mean_of([math.log(a / b) for a, b in speeds])
-    nats = paired.slope_of([curve for pair in curves for curve in pair])
-    if law:
-        nats = Estimate(*law.slope(run.tokens))
-    source = f"measured on {' and '.join(places)}"
+    a, b = (Side.read(n, path, is_own=trains) for n, path in zip("AB", paths, strict=True))
+    configs = [side.first.config for side in (a, b)]
+    differing = _require_different(configs, options)
+    ranks = [side.first.ranks for side in (a, b)]
+    read = [with_tokenizer(side.first.config, run=side.first.folder) for side in (a, b)]
+    unit, curve, last, note = measure_of(read, ranks)
+    report = Report(unit, sorted(a.done.keys() & b.done.keys()), [note, *differing])
+    _add_losses(report, a, b, last)
     if options.hardware:
-        ranks, source = wanted, f"simulated on {wanted} x {options.hardware}"
-        facts = [simulated(job, options.hardware, ranks=ranks) for job in jobs]
-        speeds = [[ranks * each["tokens_per_s_per_gpu"] for each in facts]]
-        memory = [[each["memory"]["needed_gib"] for each in facts]]
-        value, width = math.log(speeds[0][0] / speeds[0][1]), ratio_width(*facts)
-        time = Estimate(value, value - width, value + width)
-    elif len(places) > 1:
-        raise InputError(f"time: {source}: --hardware simulates both on one machine")
-    a, b = (1 / fmean(each) for each in zip(*speeds, strict=True))
-    tokens = paired.price(gap, nats)
-    cost = Estimate(*map(sum, zip(time, tokens, strict=True)))  # both errors at their worst
-    changes = {"time a token": time, "tokens": tokens, "time": cost}
-    answer = sentence(gap, unit, changes)
-    if not put_json({"gap": gap, "changes": changes, "answer": answer}, options.json):
-        price = config.simulator.run.gpu_hour_price * ranks * 1e9 / 3600
-        rows = [
-            f"{'A':>36}{'B':>12}",
-            f"{f'loss, {unit}':24}{fmean(a for a, _ in losses):12.4f}{fmean(b for _, b in losses):12.4f}",
-            f"{'time, µs a token':24}{1e6 * a:12.4g}{1e6 * b:12.4g}",
-            f"{'memory, GiB':24}{fmean(a for a, _ in memory):12.4g}{fmean(b for _, b in memory):12.4g}",
-            *[f"{'money for 1e9 tokens':24}{price * a:12.4g}{price * b:12.4g}"] * bool(price),
-            f"\n{answer}",
-            f"time: {source}",
-            f"slope: {nats.value:.3g} {unit} for e times the tokens, by {options.law or 'the curves of the runs'}",
-            f"runs: {len(losses)} seeds, {run.params:.3g} and {other.params:.3g} parameters, {run.tokens:.3g} tokens; other sizes may differ",
-        ]
-        print("\n".join(rows))
-    if options.plot:
+        ranks = [nproc] * 2
+        _add_simulation(report, jobs, options.hardware, ranks=nproc)
+    else:
+        _add_measured(report, a, b)
+    curves = [[side.curve(seed, curve) for side in (a, b)] for seed in report.seeds]
+    decays = any(run.decays for side in (a, b) for run in side.done.values())
+    _add_price(report, curves, law, decays=decays)
+    _add_money(report, [config.simulator.run.gpu_hour_price for config in configs], ranks)
+    answer = sentence(report.gap, unit, report.changes, report.lost)
+    # JSON has no infinite number.
+    changes = {
+        what: [x if math.isfinite(x) else None for x in c] for what, c in report.changes.items()
+    }
+    found = {"gap": report.gap, "changes": changes, "answer": answer, "notes": report.notes}
+    if not put_json({**found, "rows": report.rows}, options.json):
+        table = [f"{name:24}{a:>12}{b:>12}" for name, a, b in report.rows]
+        print("\n".join([*table, "", answer, *report.notes]))
+    if options.plot and report.gap:
         picture.draw_comparison(curves, answer.replace("; ", "\n"), options.plot)
     return 0
 
@@ -116,6 +138,7 @@ def _parser() -> CommandParser:
             default=[],
             help=about,
         )
+    add("--null", action="store_true", help="let both jobs be the same")
     about = "simulate the time of both jobs on --world-size ranks of it; runs have one rank"
     add("--hardware", metavar="H", help=about)
     about = "law of `titan scaling --output`, which turns nats into tokens"
@@ -130,102 +153,221 @@ def _train(jobs: Sequence[Sequence[str]], options: Namespace) -> int:
     """Check two jobs, train their runs that are missing, and return the exit code."""
     if options.seeds < 2:
         raise mistake("--seeds", "one does not tell how much seeds differ: at least 2")
+    words = [[*job, *options.short] for job in jobs]
+    _require_different([load_from_argv(job, warn=False) for job in words], options)
     folders = [options.folder.absolute() / side for side in "ab"]
     a, b = (
-        sweep.prepare([*job, *options.short], options, folder)
-        for job, folder in zip(jobs, folders, strict=True)
+        sweep.prepare(job, options, folder) for job, folder in zip(words, folders, strict=True)
     )
-    _columns([(load_config(runs[0].job), options.nproc) for runs in (a, b)])
+    measure_of([load_config(runs[0].job) for runs in (a, b)], [options.nproc] * 2)
     # In turn, so that other work of the machine slows both.
     return sweep.run([trial for pair in zip(a, b, strict=True) for trial in pair], options)
 
 
-def _columns(jobs: Sequence[tuple[Any, ...]]) -> tuple[str, str, str]:
-    """Return in which unit the losses of two jobs compare, in which column over tokens, and in which at the end.
-
-    Args:
-        jobs: The jobs, their ranks, and more.
+def _require_different(configs: Sequence[JobConfig], options: Namespace) -> list[str]:
+    """Return a line for each of the first keys in which two jobs differ.
 
     Raises:
-        InputError: They do not compare.
+        InputError: They differ in none, without --null.
     """
-    shared, tokenizers = [], set()
-    for config, ranks, *_ in jobs:
-        settings = reading.text_settings(config)
-        settings["validation"] = config.validation.model_dump(exclude={"freq"})
-        phases = phases_of(config, world_size=ranks)
-        settings["tokens (steps x batch)"] = sum(phase.tokens for phase in phases)
-        tokenizers.add((settings.pop("tokenizer.name"), settings.pop("tokenizer.path")))
-        shared.append(settings)
-    reading.require_shared(shared)
-    last = "validation_loss" if jobs[0][0].validation.enable else "loss_mean"
-    if len(tokenizers) == 1:
-        return "nats", "loss_mean", last
-    if last == "loss_mean":
+    texts = []
+    for config in configs:
+        # Seeds are paired, so that those of the first runs say nothing.
+        debug = config.debug.model_copy(update={"seed": 0})
+        texts.append(to_toml(config.model_copy(update={"debug": debug})))
+    lines = differing_keys(*texts)
+    if not options.null and not any(" differ in " in line for line in lines):
         raise InputError(
-            "tokenizers differ: only --validation.enable gives bits a byte, which compare"
+            "A and B are the same job: change one, or see with --null what noise does"
         )
-    return "bits a byte", "bits_per_byte", "bits_per_byte"
+    return lines
 
 
-def _read(
-    sides: Sequence[Path],
-) -> tuple[str, list[Any], set[str], list[list[list[Curve]]]]:
-    """Return the unit of losses, the first job of each side with its ranks and its size, the machines, and columns over tokens: of each seed that both sides have, of both.
+def _add_losses(report: Report, a: Side, b: Side, last: str) -> None:
+    """Add the losses, and what became of the runs."""
+    losses = []
+    for seed in report.seeds:
+        pair = [side.curve(seed, last) for side in (a, b)]
+        if last != "loss_mean":
+            pair = paired.in_common(*pair)
+        if pair[0][0]:
+            losses.append(paired.finals(*pair))
+    if len(losses) > 1:
+        report.gap = paired.mean_of([y - x for x, y in losses])
+    report.add(f"loss, {report.unit}", ".4f", [*zip(*losses, strict=True)] or [(), ()])
+    for state in ("diverged", "did not finish"):
+        counts = [[run.state for run in side.runs.values()].count(state) for side in (a, b)]
+        texts = [f"{n} of {len(side.runs)}" for n, side in zip(counts, (a, b), strict=True)]
+        if any(counts):
+            report.rows.append([f"seeds that {state}", *texts])
+        named = zip("AB", counts, texts, strict=True)
+        report.lost += [f"{name} {state} in {text} seeds" for name, n, text in named if n]
+    report.notes.append(f"runs: {len(losses)} seeds that both finished")
 
-    The columns are the loss, the loss that is compared at the end, tokens/s, and the memory.
+
+def _add_measured(report: Report, a: Side, b: Side) -> None:
+    """Add time, memory and ranks of the runs, and the change of the time if it compares."""
+    speeds, memory = (
+        [
+            [paired.final(c) for seed in report.seeds if (c := side.curve(seed, key))[0]]
+            for side in (a, b)
+        ]
+        for key in ("tokens_per_s", "memory_gib")
+    )
+    _add_times(report, speeds, memory)
+    report.add("ranks", ".0f", [[a.first.ranks], [b.first.ranks]])
+    why = why_speeds_differ(a, b, report.seeds)
+    if why:
+        why += "; --hardware simulates both on one machine"
+    elif min(map(len, speeds)) < 2:
+        why = "fewer than two pairs have one"
+    else:
+        logs = [math.log(x / y) for x, y in zip(*speeds, strict=True)]
+        report.changes["time a token"] = paired.mean_of(logs)
+    report.notes.append(
+        f"times do not compare: {why}" if why else f"time: measured on {a.first.machine}"
+    )
+
+
+def _add_simulation(
+    report: Report, jobs: Sequence[Sequence[str]], hardware: str, *, ranks: int
+) -> None:
+    """Add time and memory of both jobs by simulation."""
+    source = f"simulated on {ranks} x {hardware}"
+    try:
+        facts = [simulated(job, hardware, ranks=ranks) for job in jobs]
+    except InputError as error:
+        report.notes.append(f"times do not compare: not {source}: {error}")
+        return
+    speeds = [ranks * each["tokens_per_s_per_gpu"] for each in facts]
+    value, width = math.log(speeds[0] / speeds[1]), ratio_width(*facts)
+    report.changes["time a token"] = Estimate(value, value - width, value + width)
+    memory = [[each["memory"]["needed_gib"]] for each in facts]
+    _add_times(report, [[speed] for speed in speeds], memory)
+    report.notes.append(f"time: {source}")
+
+
+def _add_times(
+    report: Report, speeds: Sequence[Sequence[float]], memory: Sequence[Sequence[float]]
+) -> None:
+    """Add the rows of times and memory."""
+    report.times = [1 / fmean(side) if side else 0.0 for side in speeds]
+    report.add("time, µs a token", ".4g", [[1e6 * time] for time in report.times])
+    report.add("memory, GiB", ".4g", memory)
+
+
+def _add_price(
+    report: Report, curves: Sequence[Sequence[Curve]], law: Fit | None, *, decays: bool
+) -> None:
+    """Add what the gap costs in tokens, and in time for the same loss."""
+    gap, time = report.gap, report.changes.get("time a token")
+    if gap is None:
+        return
+    if law and report.unit != "nats":
+        report.notes.append("slope: that of the curves, since a law is in nats a token")
+        law = None
+    try:
+        if law:
+            nats = Estimate(*law.slope(curves[0][0][0][-1]))
+        else:
+            nats = paired.slope_of([curve for pair in curves for curve in pair])
+        source = "the law" if law else "the curves of the runs"
+        report.notes.append(
+            f"slope: {nats.value:.3g} {report.unit} for e times the tokens, by {source}"
+        )
+        if decays and not law:
+            report.notes.append(_DECAYS)
+        if abs(gap.value) > gap.high - gap.value:
+            report.changes["tokens"] = paired.price(gap, nats, decays=decays and not law)
+    except InputError as error:
+        report.notes.append(f"tokens: no price: {error}")
+    if not any(gap):
+        report.changes["tokens"] = gap
+    if time and (tokens := report.changes.get("tokens")):
+        # Both errors at their worst.
+        report.changes["time"] = Estimate(*map(sum, zip(time, tokens, strict=True)))
+
+
+def _add_money(report: Report, prices: Sequence[float], ranks: Sequence[int]) -> None:
+    """Add the money for tokens of each side, by its own price and ranks, and the money (or GPU time) for the same loss.
+
+    Args:
+        report: The report, with the time for the same loss if it is known.
+        prices: Money for an hour of a rank of A and of B, or 0.
+        ranks: Ranks of A and of B.
     """
-    read, jobs, places = [], [], set()
-    for side in sides:
-        folders = reading.folders_of(side)
-        runs = [reading.of_folder(folder) for folder in folders]
-        # A side is one recipe.
-        seed = {"job": True, "debug": {"seed"}}
-        reading.require_shared([config.model_dump(exclude=seed) for _, config, _ in runs])
-        place = read_json(folders[0] / "environment.json", dict)
-        places.add(f"{place['world_size']} x {place['device_names'][0]} of {place['hostname']}")
-        jobs.append((runs[0][1], place["world_size"], runs[0][0]))
-        read.append({config.debug.seed: rows for _, config, rows in runs})
-    unit, curve, last = _columns(jobs)
-    seeds = sorted(read[0].keys() & read[1].keys())
-    if len(seeds) < 2:
-        have = f"{sides[0]} and {sides[1]} have {len(seeds)} debug.seed in common"
-        raise InputError(f"{have}: two or more tell how much seeds differ")
-    keys = (curve, last, "tokens_per_s", "memory_gib")
-    found = [
-        [[points(runs[seed], "tokens", key) for runs in read] for seed in seeds] for key in keys
-    ]
-    return unit, jobs, places, found
+    what, hours = "money", [price * count for price, count in zip(prices, ranks, strict=True)]
+    if all(hours):
+        costs = [[h * time * 1e9 / 3600] for h, time in zip(hours, report.times, strict=True)]
+        report.add("money for 1e9 tokens", ".4g", costs)
+    elif any(hours):
+        report.notes.append("money: simulator.run.gpu_hour_price is not set in both")
+    if not all(hours):
+        what, hours = "GPU time", ranks
+    time, factor = report.changes.get("time"), math.log(hours[1] / hours[0])
+    if time and (factor or what == "money"):
+        report.changes[what] = Estimate(*(end + factor for end in time))
 
 
-def sentence(gap: Estimate, unit: str, changes: Mapping[str, Estimate]) -> str:
+def sentence(
+    gap: Estimate | None,
+    unit: str,
+    changes: Mapping[str, Estimate | None],
+    lost: Sequence[str] = (),
+) -> str:
     """Return the answer in a sentence.
 
     Args:
         gap: Loss of B less that of A.
         unit: Unit of a loss.
         changes: Logarithms of factors from A to B, by what changes.
+        lost: Runs that have no part in it, in words.
     """
-    half = gap.high - gap.value
-    found = f"no difference in loss found; one of {_SURE * half:.4f} {unit} would have been"
-    if not any(gap):
-        found = "both have the same losses"
-    if abs(gap.value) > half:
+    parts = [*lost]
+    time, tokens = changes.get("time a token"), changes.get("tokens")
+    if time:
+        parts.append(f"B takes {_change('time a token', time)}")
+    if gap is None:
+        parts.append(
+            "fewer than two seeds that both finished do not tell how much seeds differ, so losses do not compare"
+        )
+    elif not any(gap):
+        parts.append("both have the same losses")
+    elif abs(gap.value) > (half := gap.high - gap.value):
         side, sign = ("higher", 1) if gap.value > 0 else ("lower", -1)
         low, high = sorted(sign * end for end in gap[1:])
         size = f"{abs(gap.value):.4f} {unit} {side} ({low:.4f} to {high:.4f})"
-        found = f"its loss is {size}, which is {_change(changes, 'tokens')}"
-    time, cost = _change(changes, "time a token"), _change(changes, "time")
-    return f"B takes {time}; {found}; so the same loss costs {cost}"
+        worth = f", which is {_change('tokens', tokens)}" if tokens else ""
+        parts.append(f"{'its loss' if time else 'the loss of B'} is {size}{worth}")
+    else:
+        parts.append(
+            f"no difference in loss found; one of {_SURE * half:.4f} {unit} would have been"
+        )
+    costs = [
+        _change(what, cost)
+        for what in ("time", "GPU time", "money")
+        if (cost := changes.get(what))
+    ]
+    if costs:
+        parts.append(f"so the same loss costs {' and '.join(costs)}")
+    return "; ".join(parts)
 
 
-def _change(changes: Mapping[str, Estimate], what: str) -> str:
-    """Return one of the changes as text, such as "31% less time (27 to 34)"."""
-    ratio = changes[what]
+def _change(what: str, ratio: Estimate) -> str:
+    """Return a change as text, such as "31% less time (27 to 34)"."""
     if max(map(abs, ratio)) < 5e-4:
         return f"the same {what}"
+    if abs(ratio.value) > FAR:
+        return (
+            f"{'more than 10 times' if ratio.value > 0 else 'less than a tenth of'} the {what}"
+        )
     word, sign = ("more", 1) if ratio.value >= 0 else ("less", -1)
-    value, *ends = (sign * 100 * math.expm1(min(end, 20)) for end in ratio)
-    low, high = (f"{end:.{int(abs(end) < 10)}f}" for end in sorted(ends))
-    text = f"{value:.{int(value < 10)}f}% {word} {what} ({low} to {high})"
+    value, *ends = (sign * 100 * math.expm1(end) for end in ratio)
+    shown = [f"{end:.{int(abs(end) < 10)}f}" for end in ends]
+    low, high = shown[::sign]
+    between = f"{low} to {high}"
+    if math.inf in map(abs, ratio):
+        is_up = (ratio.high == math.inf) == (sign > 0)
+        between = f"{low} or more" if is_up else f"{high} or less"
+    text = f"{value:.{int(value < 10)}f}% {word} {what} ({between})"
     return text.replace("less tokens", "fewer tokens")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from statistics import correlation
 from typing import Any
 
 from titan.base.untrusted import InputError, printable, read_text
+from titan.checkpoint.identity import sources_of
 from titan.config.load import load_config
 from titan.config.permissions import without_permissions
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, ShardsSource, reads_chats, streams
+from titan.data.sources import open_documents
+from titan.data.special_tokens import fingerprint
+from titan.data.tokenizer import build_tokenizer
+from titan.data.tokenizer_files import tokenizer_path
 from titan.observe.rows import Row, number, read_rows
 from titan.tools.row_files import runs_near
 
@@ -20,6 +28,7 @@ from .law import Law, Run
 
 LEAST = len(Law._fields) + 1
 _SHORT = {"n": "params", "d": "tokens"}
+_READ = 2**24  # bytes of a file of text that are compared
 _LAST = 0.05  # share of a run's rows whose mean loss is its final loss
 
 
@@ -88,8 +97,7 @@ def of_folder(folder: Path, *, granted: Sequence[str] = ()) -> tuple[Run, JobCon
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
     sizes = obeyed.model.sizes
     rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
-    # A run may have been stopped early on the schedule of a whole one.
-    steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)
+    steps = steps_of(config)
     if not rows or rows[-1]["step"] < steps:
         done = rows[-1]["step"] if rows else 0
         raise InputError(
@@ -101,17 +109,69 @@ def of_folder(folder: Path, *, granted: Sequence[str] = ()) -> tuple[Run, JobCon
     return Run(folder.name, params, tokens, loss), config, rows
 
 
+def steps_of(config: JobConfig) -> int:
+    """Return the steps of a whole run. It may have been stopped early on the schedule of a longer one."""
+    return max(config.training.steps, config.lr_scheduler.total_steps or 0)
+
+
 def text_settings(config: JobConfig) -> dict[str, Any]:
-    """Return the settings of a job that all runs must share, since losses on other text or tokens do not compare."""
+    """Return the settings of a job that all runs must share, since losses on other text or tokens do not compare.
+
+    A text and a tokenizer are known by their content. Their paths stand in for it where the files are gone.
+    """
+    section = config.tokenizer
+    where = tokenizer_path(config)
+    tokenizer: dict[str, Any] = {"name": section.name, "path": where}
+    template = section.chat_template
+    with suppress(InputError, OSError):
+        opened = build_tokenizer(section, hf_assets_path=config.model.hf_assets_path)
+        tokenizer, template = {"identity": opened.identity}, opened.chat_template
+    path = config.training.dataset_path
+    found = [source for _, source in sources_of(config, "training")]
+    chats = any(map(reads_chats, found))
     return {
         "training.seq_len": config.training.seq_len,
         "data.validation_fraction": config.data.validation_fraction,
         "training.dataset": config.training.dataset,
-        "training.dataset_path": str(config.training.dataset_path or ""),
-        "data.sources": [source.model_dump(mode="json") for source in config.data.sources],
-        "tokenizer.name": config.tokenizer.name,
-        "tokenizer.path": str(config.tokenizer.path or config.model.hf_assets_path or ""),
+        "training.dataset_path": path and ([*map(_text_of, found)] or path),
+        "data.sources": [*map(_text_of, config.data.sources)],
+        "tokenizer.chat_template": fingerprint(template) if chats else "",
+        "tokenizer": tokenizer,
     }
+
+
+def text_of_validation(config: JobConfig) -> dict[str, Any]:
+    """Return the settings of a job that runs must share for their validation losses to compare."""
+    section = config.validation
+    found = sources_of(config, "validation") if section.dataset else ()
+    return {
+        "validation.dataset": section.dataset,
+        "validation.dataset_path": [_text_of(source) for _, source in found]
+        or section.dataset_path,
+        "validation.seq_len": section.seq_len or config.training.seq_len,
+    }
+
+
+def _text_of(source: Any) -> dict[str, Any]:
+    """Return the options of a source, with what its files hold in place of their path."""
+    options = source.model_dump(mode="json")
+    if hasattr(source, "path") and not streams(source):
+        with suppress(InputError, OSError, TypeError, LookupError):
+            if isinstance(source, ShardsSource):
+                files = [*Path(source.path).expanduser().glob("*.bin")]
+            else:
+                identity: Any = open_documents(source).identity
+                files = [Path(file) for file, *_ in identity[-1]]
+            options["path"] = sorted(map(_content, files))
+    return options
+
+
+@cache
+def _content(file: Path) -> str:
+    """Return a digest of a file's size and its first 16 MiB."""
+    with file.open("rb") as opened:
+        digest = hashlib.sha256(opened.read(_READ)).hexdigest()
+    return f"{file.stat().st_size} bytes, {digest[:16]}"
 
 
 def require_shared(settings: list[dict[str, Any]]) -> dict[str, Any]:

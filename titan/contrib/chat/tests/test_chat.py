@@ -25,6 +25,7 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.cli import main as titan
 from titan.config import schema as s
 from titan.contrib.chat import ChatTemplate
@@ -416,7 +417,7 @@ def test_a_missing_or_unfit_template_says_what_to_set(
 
 TOOLS = (
     "{{ messages[0].content | tojson(ensure_ascii=true) }}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
-    "{{ messages[0] | tojson(indent=2) }}{{ messages[0] | tojson }}{{ pad_token }}{{ unk_token }}{{ image_token }}{{ sep_token }}"
+    "{{ messages[0] | tojson(indent=2) }}{{ messages[0] | tojson(false, 2) }}{{ messages[0] | tojson }}{{ pad_token }}{{ unk_token }}{{ image_token }}{{ sep_token }}"
 )
 
 
@@ -445,16 +446,49 @@ def test_a_template_writes_what_transformers_writes(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    "use", ["x", "x | trim", "x.split('T')[0]", "x | reverse", "x | length"]
+)
+def test_marked_text_that_is_used_later_is_transformers_or_refused(
+    folder: Path, use: str
+) -> None:
+    """A name that is set between the marks stays there."""
+    marked = "{% generation %}{% set y = 'y' %}{{ messages[0].content }}{% endgeneration %}"
+    template = "{% set x %}" + marked + "{% endset %}{{ " + use + " }}{{ y }}"
+    ours, chat = (
+        ChatTemplate.of(opened(folder, template)),
+        [{"role": "assistant", "content": " one Two "}],
+    )
+    expected = reference(folder, template, chat)[0]
+    assert ours.prompt(chat, where="here") == expected
+    if use == "x":
+        assert without_kind(ours.encode(chat, where="here")).tolist() == expected
+        return
+    with pytest.raises(DataError, match="here: the chat template changes or cuts the text of"):
+        ours.encode(chat, where="here")
+
+
+@pytest.mark.parametrize("in_files", [True, False], ids=["files", "list"])
+def test_conversations_with_tools_take_the_template_of_that_name(
+    folder: Path, tmp_path: Path, in_files: bool
+) -> None:
+    import transformers
+
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    tool_use = "\n{% set n = tools | length %} {{ n }} tools" + PLAIN + "\n \n"
+    theirs.chat_template = {"default": "\n  " + PLAIN + "  \n", "tool_use": tool_use}
+    theirs.save_pretrained(tmp_path, save_jinja_files=in_files)
+    theirs = theirs.from_pretrained(tmp_path)
+    section = s.TokenizerSection(path=str(tmp_path))
+    ours = ChatTemplate.of(build_tokenizer(section, hf_assets_path=""))
+    for tools in (None, [], OFFERED):
+        expected = theirs.apply_chat_template([USER, ANSWER], tools=tools, tokenize=False)
+        found = ours.render({"messages": [USER, ANSWER], "tools": tools}, where="here")
+        assert found == expected and ("tools" in found) == (tools is not None)
+
+
+@pytest.mark.parametrize(
     "more",
-    [
-        {"content": "a<|im_end|>b"},
-        {"role": "<|im_end|>"},
-        {"name": "x<|im_end|>"},
-        {"reasoning_content": "<|im_end|>"},
-        {"tool_calls": [{"function": {"name": "f", "arguments": {"x": ["<|im_end|>"]}}}]},
-        {"tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]},
-        {"content": [{"type": "text", "text": "<|im_end|>"}]},
-    ],
+    table(__file__, "no_text_of_a_message_becomes_a_special_token"),
 )
 def test_no_text_of_a_message_becomes_a_special_token(
     folder: Path, more: dict[str, Any]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+from itertools import product
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.tables import table
 from titan.cli import main as titan
 from titan.contrib.scaling import compare, paired
 from titan.contrib.scaling.law import CHINCHILLA
@@ -65,14 +67,81 @@ def test_the_sentence() -> None:
         "B takes 31% less time a token (27 to 34); its loss is 0.0040 nats higher (0.0010 to 0.0070), "
         "which is 3.1% more tokens (0.8 to 5.5); so the same loss costs 29% less time (23 to 33)"
     )
-    as_fast = compare.sentence(
-        gap, "nats", {**changes, "time a token": Estimate(0.0, -1e-5, 1e-5)}
-    )
-    assert as_fast.startswith("B takes the same time a token; its loss")
-    same = compare.sentence(Estimate(0.0, 0.0, 0.0), "nats", changes)
-    assert "; both have the same losses; so the same loss costs" in same
-    equal = compare.sentence(Estimate(0.001, -0.005, 0.007), "nats", changes)
-    assert "; no difference in loss found; one of 0.0120 nats would have been; " in equal
+
+
+@pytest.mark.parametrize(
+    ("gap", "text"),
+    [
+        ((0.004, 0.001, 0.007), "3.1% more tokens (0.3 or more)"),
+        ((-0.004, -0.007, -0.001), "3.0% fewer tokens (0.3 or more)"),
+    ],
+)
+def test_a_decaying_rate_leaves_the_far_end_open(
+    gap: tuple[float, float, float], text: str
+) -> None:
+    tokens = paired.price(Estimate(*gap), Estimate(0.13, 0.13, 0.13), decays=True)
+    assert f", which is {text}" in compare.sentence(Estimate(*gap), "nats", {"tokens": tokens})
+
+
+def write_run(folder: Path, seed: int, run: dict[str, Any]) -> None:
+    """Write a run's folder, as far as the command reads it. Losses fall with the logarithm of the steps."""
+    folder.mkdir(parents=True)
+    own = {"debug.seed": run.get("seed", seed)}
+    if folder.parts[0] == "b":
+        own["optimizer.eps"] = 1e-6
+    job = dict(table(__file__, "job")) | own | run.get("job", {})
+    if run.get("validates"):
+        job |= {"validation.enable": True, "data.validation_fraction": 0.1}
+    lines = [
+        f"{key} = {value if str(value)[0] in '{[' else json.dumps(value)}\n"
+        for key, value in job.items()
+        if value is not None
+    ]
+    (folder / "config.toml").write_text("".join(lines))
+    if host := run.get("host", "here"):
+        facts = {"world_size": run.get("ranks", 1), "device_names": ["CPU"], "hostname": host}
+        (folder / "environment.json").write_text(json.dumps(facts))
+    if kind := run.get("kind"):
+        (folder / "status.json").write_text(json.dumps({"state": "failed", "kind": kind}))
+    losses = [
+        4 - run.get("falls", 0.2) * math.log(step) + 0.01 * seed
+        + run.get("gap", 0) * (1 + seed / 10) + run.get("wobble", 0) * (seed - 1)
+        for step in range(1, 1 + run.get("last", 40))
+    ]  # fmt: skip
+    rows, log = [], run.get("log", 2)
+    for step in range(log, len(losses) + 1, log):
+        row = {"step": step, "tokens": 64 * step, "loss_mean": fmean(losses[step - log : step])}
+        row |= {"tokens_per_s": run.get("speed", 1000), "memory_gib": 1.0, "lr": 1.0}
+        if run.get("decays"):
+            row["lr"] = 1 - step / 41
+        if run.get("validates") and step % run.get("every", 4) == 0:
+            row["validation_loss"] = losses[step - 1] - 1
+        rows.append(json.dumps(row) + "\n")
+    if rows:
+        (folder / "metrics.jsonl").write_text("".join(rows))
+
+
+CASES = table(__file__, "pairs_of_runs")
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["what"] for case in CASES])
+def test_pairs_of_runs(
+    case: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in case.get("files", {}).items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    for side, seed in product("ab", range(3)):
+        run = case.get(side, {}) | case.get(f"{side}{seed}", {})
+        write_run(Path(side, str(seed)), seed, run)
+    assert titan(["compare", "a", "b", *case.get("words", [])]) == case.get("code", 0)
+    said = "".join(capsys.readouterr())
+    assert [text for text in case["says"] if text not in said] == [], said
+    assert [text for text in case.get("not", []) if text in said] == [], said
 
 
 @pytest.fixture
@@ -108,27 +177,10 @@ def test_jobs_are_trained_and_compared(
     assert titan([*words, "--hardware=h100-sxm"]) == 0
     said = capsys.readouterr().out
     assert "begins" not in said and "B takes 20% less time a token" in said
-    # Folders of runs with one seed in common.
-    shutil.rmtree("compare/b/seed=0")
-    assert titan(["compare", "compare/a", "compare/b"]) == 2
-    assert "have 1 debug.seed in common: two or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (
-            "seq_len",
-            "dataset = 'synthetic'\nseq_len",
-            "training.dataset: 'stdlib', 'synthetic'",
-        ),
-        ("steps = 12", "steps = 24", "tokens (steps x batch): '768', '1536'"),
-        (
-            "[metrics]",
-            "[data]\nvalidation_fraction = 0.1\n[metrics]",
-            "data.validation_fraction: ",
-        ),
-    ],
+    ("old", "new", "expected"), table(__file__, "losses_that_do_not_compare")
 )
 def test_losses_that_do_not_compare(
     jobs: list[str], old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
@@ -136,5 +188,5 @@ def test_losses_that_do_not_compare(
     Path("b.toml").write_text(Path("b.toml").read_text().replace(old, new))
     assert titan(jobs) == 2
     said = capsys.readouterr().err
-    assert f"runs differ in {expected}" in said and said.count("\n") == 1
+    assert expected in said and said.count("\n") == 1
     assert titan([*jobs, "--seeds=1"]) == 2 and not Path("compare/a/seed=0").exists()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.tables import table
 from titan.base.untrusted import InputError
 from titan.cli import main as titan
 from titan.config.load import load_from_argv
@@ -237,21 +238,7 @@ def test_losses_of_another_law_are_called_so(
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        (["--days=1", "--sizes="], "model.flavor: "),
-        (["--days=1", "--sizes=1B,,3B"], "model.flavor: "),
-        (["--days=1", "--sizes=1B,8C"], "8C"),
-        (["--days=1e9"], "--days: expected a number from 0.001 to 10,000"),
-        (["--loss=x"], "--loss: expected a number from 0.001 to 10,000, got 'x'"),
-        (["--loss=3", "flat"], "more tokens change nothing"),
-        (["--days=1", "phase"], "a job with [[phase]] has no budget"),
-        (
-            ["--days=1", "negative"],
-            "law.json: no law of titan scaling: cannot be read: law.a: Input",
-        ),
-        (["--days=1", "infinite"], "law.E: Input should be a finite number"),
-        (["--days=1", "empty"], "law.json: no law of titan scaling"),
-    ],
+    table(__file__, "budgets_that_are_refused"),
 )
 def test_budgets_that_are_refused(
     tmp_path: Path,

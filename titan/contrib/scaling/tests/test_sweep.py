@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan.base.untrusted import InputError
 from titan.cli import main as titan
 from titan.config.load import load_config
@@ -142,30 +143,7 @@ def test_intervals_hold_the_truth() -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        (["--set=lr=1"], "lr=1: expected a key and its values"),
-        (
-            ["--set=optimizer.lr"],
-            "expected a key and its values, such as optimizer.lr=1e-3,3e-3",
-        ),
-        (["--set=optimizer.lr=1e-3,1e-3"], "a value of optimizer.lr is there twice"),
-        (["--set=optimizer.lr=1e-3,x"], "optimizer.lr"),
-        (["--set=debug.seed=1,2"], "seeds are --seeds N"),
-        (["--set=optimizer.lrr=1,2"], "optimizer.lr"),
-        (["--seeds=2000"], "more than 1000 runs"),
-        (["--set=optimizer.lr=1e-3,[2e-3"], "or a bracket, brace or quote has no partner"),
-        (["--set=job.description=it's,b"], "or a bracket, brace or quote has no partner"),
-        (["--set=optimizer.lr=1e-3,,2e-3"], "a value is empty"),
-        (["--set=job.dump_folder=a,b"], "each run has its own; use --folder"),
-        (
-            ["--set=optimizer.lr=1e-3,0.001"],
-            "two runs have the same job: optimizer.lr=1e-3 and optimizer.lr=0.001",
-        ),
-        (
-            ["--set=job.description=a b,a_b"],
-            "two runs have the same name: job.description=a b and job.description=a_b",
-        ),
-    ],
+    table(__file__, "mistakes_are_lines"),
 )
 def test_mistakes_are_lines(
     job: Path,

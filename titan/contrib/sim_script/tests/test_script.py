@@ -14,6 +14,7 @@ import torch
 
 import titan.sim
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.traces import (
     CountTransfers,
     TrackMemory,
@@ -295,20 +296,7 @@ def build(device, fault=""):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--script=FILE:build", "--fault=shape"], "forward, module 1"),
-        (
-            ["--script=FILE:build", "--fault=data"],
-            "it depends on data, which a simulation does not",
-        ),
-        (["--script=FILE:build", "--fault=data"], "faulty.py:11 in step"),
-        (["--script=FILE:build", "--fault=tuple"], "must return (step, model, optimizer)"),
-        (["--script=FILE:built"], "has no function built"),
-        (["--script=FILE"], "expected FILE.py:FUNCTION"),
-        (["--script=FILE:build", "fault"], "expected --KEY=VALUE"),
-        (["--script=FILE:build", "--wrong=1"], "unexpected keyword argument 'wrong'"),
-        (["--script=FILE:build", "--run"], "is for a job, not for a script"),
-    ],
+    table(__file__, "mistakes_are_one_line"),
 )
 def test_mistakes_are_one_line(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
