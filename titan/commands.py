@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from titan.base.signals import die_with_launcher
 from titan.config.plug_ins import load_plug_in, plug_ins
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -183,9 +184,12 @@ def _added() -> dict[str, EntryPoint]:
 def prepare_process() -> str:
     """Open /dev/null for standard streams that a daemon did not give: a file opened later would get their text.
 
+    It also lets this process end with titan's, or torchrun's, that has started it.
+
     Returns:
         Why no command can run here, or "".
     """
+    die_with_launcher()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titan.base.hardware import usable_cores
 from titan.config.options import is_quiet
 from titan.data import DataError, default_cache_folder
 from titan.data.shards import INDEX
@@ -84,15 +84,6 @@ def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder:
                     report=report,
                 )
     return folder
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use, which a container or a Slurm job may limit."""
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from titan.base.signals import die_with_parent
 from titan.data import DataError
 from titan.data.reading import Document, pieces_of
 from titan.data.shards import (
@@ -368,15 +369,17 @@ def encode_all(
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     encode = partial(encode_documents, spec=spec)
     # With workers, each thread below only waits for a worker.
-    started = [_Worker(spec) for _ in range(workers)] if workers > 1 else []
-    if started:
-        for worker in started:
-            idle.put(worker)
+    started: list[_Worker] = []
+    if workers > 1:
         encode = partial(_encode_in_any, idle)
     pool = ThreadPoolExecutor(num_tasks)
     pending: deque[tuple[list[Piece], Future[list[EncodedPiece]]]] = deque()
     try:
         for chunk in chunks:
+            # A short text needs few. Here, since a worker ends with the thread that starts it.
+            if len(started) < workers > 1:
+                started.append(_Worker(spec))
+                idle.put(started[-1])
             pending.append((chunk, pool.submit(encode, chunk)))
             # Take the oldest chunk first: the queue is bounded, and keeps the order.
             while pending and (len(pending) >= 3 * num_tasks or pending[0][1].done()):
@@ -452,6 +455,7 @@ def work() -> None:
     """Tokenize the chunks that arrive on standard input, in a worker process, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library's prints must not mix with the answers
     spec: TokenizationSpec = pickle.load(sys.stdin.buffer)

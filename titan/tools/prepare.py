@@ -16,11 +16,12 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from titan.base.hardware import require_memory, usable_cores
 from titan.config.options import add_quiet, command_parser, positive
 from titan.config.plug_ins import load_part
 from titan.config.schema import Section
 from titan.data import DataError, conversations
-from titan.data.cache import display, exclusive, usable_cores
+from titan.data.cache import display, exclusive
 from titan.data.reading import Document
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_documents, resolve_sources, source_of_path
@@ -168,6 +169,8 @@ def _prepare(arguments: Namespace) -> str:
         template=template,
     )
     workers = arguments.workers or usable_cores()
+    if arguments.workers:
+        require_memory("--workers", workers)
     if share or (folder / "parts/plan.json").is_file():
         missing = "no installed part divides a preparation into shares"
         kind = load_part("prepare", key="--share", missing=missing)

@@ -24,6 +24,8 @@ from typing import Any
 
 from titan.base.errors import COMMUNICATION, kind_of
 from titan.base.failure import UserError
+from titan.base.hardware import require_memory
+from titan.base.signals import die_with_parent
 
 AFTER_FAILURE_S = 2
 PRELOAD = ("titan.step.train_step", "torch.distributed.pipelining")
@@ -107,6 +109,7 @@ class Pool:
             os.dup2(shown, 2)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        require_memory("ranks", world)
         job = pickle.dumps((function, args))
         ranks = []
         with tempfile.TemporaryDirectory() as folder:
@@ -166,6 +169,7 @@ def _receive(ranks: list[tuple[Any, Any]]) -> list[tuple[bool, Any]]:
 def _work(
     connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes
 ) -> None:
+    die_with_parent()  # the server, which ends with the command
     import torch
     import torch.distributed as dist
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import titan
+from titan.base.hardware import fitting_processes
+from titan.base.signals import die_with_parent
 from titan.base.untrusted import InputError
 from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
@@ -296,6 +298,7 @@ def trace_jobs(
         filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])
     )
     context.set_forkserver_preload(_PRELOAD)
+    processes = int(min(processes, max(1, fitting_processes())))
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
     # For each process: the numbers of its open jobs, the process, and the first job's answers by rank.
     running: dict[Connection, tuple[list[int], Any, dict[int, Trace | Exception]]] = {}
@@ -366,6 +369,7 @@ def _outcome(
 
 def trace_child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     """Record a job in a child process, and send the traces."""
+    die_with_parent()  # the server, which ends with the command
     # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording, and
     # its errors come with an exception, which is sent.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
