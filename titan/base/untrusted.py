@@ -114,6 +114,22 @@ def retry(
     return action()
 
 
+def rename(old: Path, new: Path) -> None:
+    """Rename atomically, again after errors that may pass. A file server may report an error of a rename that it has done."""
+    errors: list[OSError] = []
+
+    def move() -> None:
+        try:
+            old.replace(new)
+        except OSError as error:
+            is_done = bool(errors) and is_there(new) and not is_there(old)
+            errors.append(error)
+            if not is_done:
+                raise
+
+    retry(move)
+
+
 def is_lost(error: OSError) -> bool:
     """Return whether a file cannot be read now, so that nothing is known about it: it may be whole."""
     is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))

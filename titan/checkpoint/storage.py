@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from titan.base.untrusted import MAX_BYTES, is_lost, open_regular, read_stream, retry
+from titan.base.untrusted import MAX_BYTES, is_lost, open_regular, read_stream, rename, retry
 from titan.checkpoint import CheckpointError
 
 # File systems of fsspec that wrap another file system or read an archive. They may write copies on this machine.
@@ -153,7 +153,7 @@ class LocalStorage:
 
     def rename(self, old: Location, new: Location) -> None:
         """Rename atomically. The new name is durable when this returns."""
-        Path(old).rename(new)
+        rename(Path(old), Path(new))
         self.fsync_folder(Path(new).parent)
 
     def fsync(self, stream: IO[bytes]) -> None:
@@ -163,12 +163,16 @@ class LocalStorage:
 
     def fsync_folder(self, folder: Location) -> None:
         """Wait until the names in a folder are on disk."""
-        # A new name is an entry of its folder, which must reach the disk, too.
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+        def sync() -> None:
+            # A new name is an entry of its folder, which must reach the disk, too.
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+        retry(sync)
 
     def write(self, location: Location, data: bytes) -> None:
         """Write a file, and wait until it is on disk."""

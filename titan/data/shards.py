@@ -25,7 +25,7 @@ from pydantic import (
     field_validator,
 )
 
-from titan.base.untrusted import InputError, read_json
+from titan.base.untrusted import InputError, read_json, rename
 from titan.data import DataError
 from titan.data.special_tokens import SpecialTokens, without_kind
 from titan.data.unread import Counts
@@ -143,7 +143,7 @@ def write_index(file: Path, index: BaseModel) -> None:
         opened.write(index.model_dump_json(indent=1, exclude=left_out))
         opened.flush()
         os.fsync(opened.fileno())
-    temporary.replace(file)
+    rename(temporary, file)
 
 
 def read_index(file: Path) -> Index:
@@ -164,7 +164,7 @@ def read_index(file: Path) -> Index:
         return read_json(file, Index, limit=_MAX_INDEX_BYTES, values=_MAX_INDEX_VALUES)
     except InputError as error:
         raise DataError(
-            f"{error}; prepare the folder again with this version of titan"
+            f"{error}; prepare the folder again with this version of titan, or use the one that wrote it"
         ) from error
 
 

@@ -13,6 +13,7 @@ from titan.data.special_tokens import CONTEXT, KIND_SHIFT, without_kind
 from titan.data.tokenizer import Tokenizer
 
 _MAX_TOKENS = 2**22  # of each text that are counted
+_BATCH_TOKENS = 2**17  # that are read at once
 
 
 def unigram_bits_per_byte(
@@ -39,13 +40,14 @@ def unigram_bits_per_byte(
 def byte_counts(loader: Loader, tokenizer: Tokenizer) -> np.ndarray:
     """Count how often each byte occurs in the first tokens of an epoch, float64[256]."""
     token_counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    for number in range(loader.samples.num_samples or 0):
+    num_samples, begin, count = loader.samples.num_samples or 0, 0, 1
+    while begin < num_samples and token_counts.sum() < _MAX_TOKENS:
         # Count labels, since a model predicts labels.
-        labels = loader.samples.get(np.array([number]))[0, 1:]
+        labels = loader.samples.get(np.arange(begin, min(begin + count, num_samples)))[:, 1:]
+        # Each count goes through the vocabulary, so that short samples are counted many at a time.
+        begin, count = begin + count, max(1, _BATCH_TOKENS // labels.shape[1])
         labels = without_kind(labels[labels < CONTEXT << KIND_SHIFT])
         token_counts += np.bincount(labels[labels >= 0], minlength=len(token_counts))
-        if token_counts.sum() >= _MAX_TOKENS:
-            break
     # Convert counts of tokens to counts of their bytes.
     counts = np.zeros(256, dtype=np.float64)
     for token in np.flatnonzero(token_counts):

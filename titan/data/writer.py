@@ -34,6 +34,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from titan.base.signals import die_with_parent
+from titan.base.untrusted import rename
 from titan.data import DataError
 from titan.data.reading import Document, pieces_of
 from titan.data.shards import (
@@ -172,7 +173,7 @@ class SplitWriter:
         self._closed.append(self.written(read))
         self._file.close()
         self._file, path = None, self._folder / self._shard.file
-        unfinished_name(path).replace(path)
+        rename(unfinished_name(path), path)
         self._shard = Shard(file=path.name)
 
     def written(self, read: ReadPosition) -> Shard:

@@ -6,7 +6,9 @@ B batch, S sequence, N next tokens of each position (the next one, and one for e
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.loss import loss_function
 from titan.config.plug_ins import load_plug_ins
+from titan.data import DataError
 from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
@@ -51,6 +54,8 @@ class NextToken(Task):
 
     applies_output = True
     knows_shards = True
+    _counting: threading.Thread | None = None
+    _bits: float | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -188,13 +193,21 @@ class NextToken(Task):
         return texts
 
     def _unigram_bits(self, run: SampleContext) -> float | None:
-        """Return the bits per byte of a model that knows byte frequencies alone, on the validation text."""
-        if not hasattr(self, "_bits"):
-            assert run.validation_loader is not None
+        """Return the bits per byte of a model that knows byte frequencies alone, on the validation text.
+
+        None while a thread still counts the bytes: the other ranks would wait for this one in their next collective.
+        """
+        if self._counting is None:
+            self._counting = threading.Thread(target=self._count, args=(run,), daemon=True)
+            self._counting.start()
+        return self._bits
+
+    def _count(self, run: SampleContext) -> None:
+        assert run.validation_loader is not None
+        with suppress(DataError, OSError):  # the loader's own thread reports a damaged file
             self._bits = unigram_bits_per_byte(
                 run.loader, validation=run.validation_loader, tokenizer=self.tokenizer
             )
-        return self._bits
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from titan.base.hardware import count_accelerators, require_memory
@@ -72,7 +72,7 @@ def _goes_on(trial: Trial) -> bool:
     return False
 
 
-def _start(trial: Trial, processes: int, share: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(trial: Trial, processes: int, share: dict[str, str]) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "titan.cli", "train", str(trial.job), f"--nproc={processes}"]
     trial.run.mkdir(parents=True, exist_ok=True)
     with trial.log.open("ab") as log:
