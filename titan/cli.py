@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+        if argv is None:  # the whole process, without its seconds of cleaning up
+            os._exit(130)
         return 130
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("titan."):

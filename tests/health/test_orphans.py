@@ -18,7 +18,9 @@ from tests.support.jobs import ROOT
 from titan.cli import main as titan
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-JOB = "train_configs/debug_model.toml --model.overrides.n_layers=2 --training.seq_len=32 --training.dataset=synthetic"
+FILE = "train_configs/debug_model.toml"
+OPTIONS = "--model.overrides.n_layers=2 --training.seq_len=32 --training.dataset=synthetic"
+JOB = f"{FILE} {OPTIONS}"
 LONG = f"{JOB} --training.steps=100000 --job.dump_folder={{tmp}}/job"
 # Words of a command, and how many processes it has when it is struck. {run} is a run of two ranks.
 COMMANDS = {
@@ -31,11 +33,11 @@ COMMANDS = {
     "generate": ("generate {run} --prompt a --max-new-tokens 100000 --nproc 2", 4),
     "evaluate": ("evaluate {run} --tasks stdlib_choice --nproc 2", 4),
     "certify": (f"certify {JOB} --world-size 2", 5),
-    "diff": (f"diff {LONG} --a.optimizer.lr=1 --steps 10000 --nproc 2", 5),
-    "swap": (f"swap {{run}} --to {JOB} --job.dump_folder={{tmp}}/new --nproc 1 --steps 20", 2),
-    "audit": ("audit {run}", 2),
+    "diff": (f"diff {FILE} {{tmp}}/other.toml {OPTIONS} --a.optimizer.lr=1 --nproc 2", 5),
+    "swap": (f"swap {{run}} --to {JOB} --job.dump_folder={{tmp}}/new --training.global_batch_size=16 --training.steps=40 --nproc 1 --steps 5", 2),
+    "audit": ("audit {run} --step 15", 2),
     "sweep": (f"sweep {LONG} --set optimizer.lr=1e-3,1e-4 --jobs 2 --nproc 2 --folder {{tmp}}/s", 9),
-    "compare": (f"compare {LONG} {{tmp}}/other.toml --jobs 2 --folder {{tmp}}/c", 3),
+    "compare": (f"compare {FILE} {{tmp}}/other.toml {OPTIONS} --training.steps=100000 --jobs 2 --folder {{tmp}}/c", 3),
     "budget": (f"budget {JOB} --hardware h100-sxm --gpus 8 --days 1 --sizes tiny", 4),
 }  # fmt: skip
 CHEAP = ("prepare", "sim")
@@ -83,12 +85,12 @@ def test_no_process_outlives_its_launcher(
 ) -> None:
     words, count = COMMANDS[name]
     if "{run}" in words and not places["run"].exists():
-        run = f"train {JOB} --training.steps=40 --training.dataset=stdlib --nproc=2 --job.dump_folder={places['run']}"
+        run = f"train {JOB} --training.steps=40 --nproc=2 --job.dump_folder={places['run']}"
         assert titan(run.split()) == 0
-    text = (ROOT / JOB.split()[0]).read_text()
+    text = (ROOT / FILE).read_text()
     (tmp_path / "other.toml").write_text(text.replace("8e-4", "1e-4"))
-    mark = f"MARK={uuid.uuid4()}"
-    environment = dict([*os.environ.items(), mark.split("=")], OMP_NUM_THREADS="1")
+    mark = str(uuid.uuid4())
+    environment = {**os.environ, "MARK": mark, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "said.txt").open("w") as said:
         command = [
             sys.executable,
