@@ -217,6 +217,33 @@ def require_average(step: Location) -> None:
         raise CheckpointError(f"{step}: {problem}")
 
 
+def require_weights(
+    step: Location, model: nn.Module, *, name: str, sizes: Any, average: bool = False
+) -> None:
+    """Check that a step or a Hugging Face folder has the weights of a model, before these take memory.
+
+    Args:
+        step: step or folder.
+        model: the whole model, on the meta device.
+        name: name of the model's family.
+        sizes: sizes of the model.
+        average: whether to load the average of the weights.
+
+    Raises:
+        CheckpointError: it has other weights, or no average.
+    """
+    from titan.checkpoint.manager import model_state, require_shapes
+
+    if average:
+        require_average(step)
+    if isinstance(step, Path) and is_hf_folder(step):
+        folders = model_folders()
+        folders.check(step, folders.model_of(name, sizes))
+    else:
+        state = model_state([model], average=average)
+        require_shapes(step, {key: value.shape for key, value in state.items()})
+
+
 def load_weights(
     step: Location, parts: Sequence[nn.Module], *, name: str, sizes: Any, average: bool = False
 ) -> None:

@@ -23,7 +23,7 @@ from titan.checkpoint.saved_model import (
     is_hf_folder,
     load_weights,
     open_run_tokenizer,
-    require_average,
+    require_weights,
 )
 from titan.checkpoint.storage import Location
 from titan.config.model import family, tensor_plan_of
@@ -86,10 +86,9 @@ def _load(
 ) -> nn.Module:
     """Load a model. With a process group, all ranks call it, and tensor parallelism splits the model over them."""
     name, sizes = config.model.name, config.model.sizes
-    if average:
-        require_average(step)
     with torch.device("meta"), default_dtype(torch_dtype(dtype)):
         model = family(name).build_model(sizes)
+    require_weights(step, model, name=name, sizes=sizes, average=average)
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
         try:
             apply_tp(

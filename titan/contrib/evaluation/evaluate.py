@@ -28,6 +28,7 @@ from titan.checkpoint.saved_model import (
     open_run_tokenizer,
     require_average,
     require_text,
+    require_weights,
 )
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
@@ -199,6 +200,9 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
         device: this rank's device.
         average: whether to load the average of the weights.
     """
+    import torch
+
+    from titan.config.model import family
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.step.resolved import resolve_job
@@ -210,8 +214,12 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
     prefer_backend(config.model.attention_backend, device.type)
     mesh = build_mesh(device.type, **weights.layout.degrees)
     job = resolve_job(config, weights.layout, device=device.type)
+    name = config.model.name
+    with torch.device("meta"):
+        model = family(name).build_model(job.sizes)
+    require_weights(weights.where, model, name=name, sizes=job.sizes, average=average)
     train_step = build_train_step(job, device=device, mesh=mesh)
-    parts, name = train_step.model_parts, config.model.name
+    parts = train_step.model_parts
     load_weights(weights.where, parts, name=name, sizes=job.sizes, average=average)
     tokenizer = job.task.tokenizer
     assert tokenizer is not None, "a task without text"
