@@ -12,6 +12,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -178,7 +179,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> list[int]:
         # The library releases the interpreter's lock only for batches.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with self._naming_panics():
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @cached_property
     def _joins(self) -> bool:
@@ -187,8 +189,22 @@ class HuggingFaceTokenizer(Tokenizer):
         return all(self._ids(a) + self._ids(b) == self._ids(a + b) for a, b in cuts)
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self._recognising.encode(text, add_special_tokens=False)
+        with self._naming_panics():
+            encoding = self._recognising.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
+
+    @contextmanager
+    def _naming_panics(self) -> Iterator[None]:
+        """Raise DataError for a panic of the library, such as that of a pattern with too many ways to match."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            why = printable(str(error), 200)
+            raise DataError(
+                f"tokenizer {self.file}: its pattern or model fails on a text: {why}"
+            ) from error
 
     @cached_property
     def _recognising(self) -> Any:

@@ -391,8 +391,7 @@ def encode_all(
             yield oldest, future.result()
     except WorkerDied as error:
         raise DataError(
-            f"a tokenizing process died ({error}), perhaps because memory ran out; run the same command again to "
-            f"continue, with fewer than {workers} workers if it repeats"
+            f"a tokenizing process {error}; run the same command again to continue"
         ) from error
     finally:
         # Stop the threads first, since they may wait for a worker's answer, then the workers.
@@ -430,7 +429,7 @@ class _Worker:
             self._send(chunk)
             answer = pickle.load(self._process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise WorkerDied(f"exit code {self._process.wait()}") from error
+            raise WorkerDied(_describe_end(self._process.wait())) from error
         if isinstance(answer, DataError):
             raise answer
         return answer
@@ -442,6 +441,17 @@ class _Worker:
             self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
+
+
+def _describe_end(code: int) -> str:
+    """Return how a worker with this exit code ended."""
+    if code == -signal.SIGKILL:
+        return "was killed, perhaps because memory ran out (then give fewer --workers)"
+    return (
+        f"ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"failed with exit code {code}, and says why above"
+    )
 
 
 def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[Piece]) -> list[EncodedPiece]:
