@@ -22,13 +22,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from titan.base.untrusted import Count, InputError, parse_json
+from pydantic import Field
+
+from titan.base.untrusted import Count, Finite, InputError, parse_json
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.formats import LOST, NEWER, require_known, unreadable
 from titan.checkpoint.manifest import TITAN_JSON, list_steps
-from titan.checkpoint.storage import Location, as_location, join, read_file
+from titan.checkpoint.storage import Location, as_location, join, name_of, read_file
 from titan.config import schema as s
 from titan.config.errors import ConfigError, key_text
 from titan.config.plug_ins import load_plug_ins
@@ -82,6 +84,31 @@ class _Text:
 
 
 @dataclass
+class _Place:
+    """Place in the data."""
+
+    position: Count = 0
+    skipped: list[tuple[Count, Count]] = field(default_factory=list)
+
+
+@dataclass
+class _Scale:
+    """Loss scale of a run in float16."""
+
+    value: Annotated[Finite, Field(gt=0)] = 1.0
+    good_steps: Count = 0
+
+
+@dataclass
+class _Recovery:
+    """Losses and counters of titan/ops/recovery.py."""
+
+    losses: list[Finite] = field(default_factory=list)
+    num_skipped: Count = 0
+    skipped_in_a_row: Count = 0
+
+
+@dataclass
 class _Saved:
     """Fields of titan.json that titan reads, with the types to check."""
 
@@ -91,8 +118,10 @@ class _Saved:
     config: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     text: _Text = field(default_factory=_Text)
-    data: dict[str, Any] = field(default_factory=dict)
-    recovery: dict[str, Any] = field(default_factory=dict)
+    data: _Place = field(default_factory=_Place)
+    recovery: _Recovery = field(default_factory=_Recovery)
+    loss_scale: _Scale = field(default_factory=_Scale)
+    sequences_per_step: Annotated[int, Field(ge=1)] = 1
 
 
 def read_metadata(path: Location, *required: str) -> dict[str, Any]:
@@ -111,6 +140,9 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
         require_known(text, file=name)
         parse_json(text, _Saved, name=name)
         content = parse_json(text, dict[str, Any], name=name)
+        folder = name_of(path)
+        if folder.startswith("step-") and folder != f"step-{content.get('step')}":
+            raise InputError(f"{name}: belongs to step {content.get('step')}")
     except OSError as error:
         raise unreadable(name, error) from error
     except CheckpointError:

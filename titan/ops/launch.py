@@ -18,12 +18,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from titan.base.errors import COMMUNICATION
 from titan.base.hardware import require_memory, usable_cores
 from titan.base.run_folder import read_status, write_status
 from titan.base.run_writer import run_files
@@ -44,6 +46,7 @@ from .activity import count_oom_kills
 # Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (*STOPPING, ASKING)
+_PATIENCE_S = 20  # torchrun sends SIGKILL 30 s after SIGTERM
 
 
 def launch(
@@ -218,6 +221,10 @@ def _write_failures(
     faults = {
         rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS
     }
+    # So does SIGKILL, unless torchrun has waited for that rank first.
+    is_late = time.time() - (status.get("unix_s") or 0) > _PATIENCE_S
+    if status.get("kind") in COMMUNICATION and not is_late:
+        faults |= {r: f for r, f in failures.items() if -f.exitcode == signal.SIGKILL}
     # The monitor has ended silent ranks. A rank may crash while it writes its stacks.
     if status.get("state") == "hung":
         faults = {}

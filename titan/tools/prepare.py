@@ -14,10 +14,11 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from titan.base.hardware import require_memory, usable_cores
-from titan.config.options import add_quiet, command_parser, positive
+from titan.config.options import add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import load_part
 from titan.config.schema import Section
 from titan.data import DataError, conversations
@@ -67,7 +68,8 @@ def _parser() -> ArgumentParser:
         metavar=("I", "N"),
         help="do the I-th of N shares, which may run on other hosts; the last one joins them",
     )
-    add("--shard-tokens", type=positive, default=2**27, help="tokens a shard; default: 2^27")
+    tokens = partial(whole, least=1, digits=12)
+    add("--shard-tokens", type=tokens, default=2**27, help="tokens a shard; default: 2^27")
     add(
         "--validation-fraction", type=_fraction, default=0.0, help="share of documents held out"
     )
