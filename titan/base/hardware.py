@@ -109,32 +109,22 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def free_host_bytes() -> float:
-    """Return the bytes of memory that further processes may take, on this machine and in its container (cgroup v2 or v1).
-
-    Infinite if they are unknown.
-    """
-    found = [math.inf]
+def fitting_processes() -> float:
+    """Return the number of processes with torch that the free memory of this machine, and of its container, holds."""
+    room = [math.inf]
     with suppress(OSError):
         text = Path("/proc/meminfo").read_text()
-        found += [1024 * int(n) for n in re.findall(r"MemAvailable: *(\d+)", text)]
-    for folder, limit, used in (
-        ("", "max", "current"),
-        ("/memory", "limit_in_bytes", "usage_in_bytes"),
-    ):
-        # "max": no limit. Pages of files are given away before a process is killed.
-        with suppress(OSError, ValueError):
-            names = (limit, used, "stat")
-            most, now, stat = (
-                Path(f"/sys/fs/cgroup{folder}/memory.{n}").read_text() for n in names
-            )
-            files = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M)
-            found.append(int(most) - int(now) + max(map(int, files)))
-    return min(found)
+        room += [1024 * int(n) for n in re.findall(r"MemAvailable: *(\d+)", text)]
+    with suppress(OSError, ValueError):  # "max": no limit
+        names = ("max", "current", "stat")
+        most, now, stat = (Path(f"/sys/fs/cgroup/memory.{n}").read_text() for n in names)
+        # Pages of files are given away before a process is killed.
+        room.append(int(most) - int(now) + int(re.findall(r"inactive_file (\d+)", stat)[0]))
+    return min(room) // PROCESS_BYTES
 
 
 def require_memory(option: str, count: int) -> None:
-    """Check that the memory of this machine holds further processes that import torch.
+    """Check that the free memory holds further processes that import torch.
 
     Args:
         option: option that asks for them.
@@ -147,11 +137,6 @@ def require_memory(option: str, count: int) -> None:
         sizes = " GiB, and ".join(f"{n * PROCESS_BYTES / 2**30:,.1f}" for n in (count, fit))
         have = f"{count} processes take {sizes} GiB are free"
         raise InputError(f"{option} {count}: {have}; here {fit:.0f} fit")
-
-
-def fitting_processes() -> float:
-    """Return the number of processes with torch that the free memory holds."""
-    return free_host_bytes() // PROCESS_BYTES
 
 
 def count_accelerators() -> int:

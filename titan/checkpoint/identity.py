@@ -32,7 +32,7 @@ from titan.checkpoint.formats import LOST, NEWER, require_known, unreadable
 from titan.checkpoint.manifest import TITAN_JSON, list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of, read_file
 from titan.config import schema as s
-from titan.config.errors import ConfigError, key_text
+from titan.config.errors import key_text
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig, streams
@@ -92,23 +92,6 @@ class _Place:
 
 
 @dataclass
-class _Scale:
-    """Loss scale of a run in float16."""
-
-    value: Annotated[Finite, Field(gt=0)] = 1.0
-    good_steps: Count = 0
-
-
-@dataclass
-class _Recovery:
-    """Losses and counters of titan/ops/recovery.py."""
-
-    losses: list[Finite] = field(default_factory=list)
-    num_skipped: Count = 0
-    skipped_in_a_row: Count = 0
-
-
-@dataclass
 class _Saved:
     """Fields of titan.json that titan reads, with the types to check."""
 
@@ -119,8 +102,8 @@ class _Saved:
     model: dict[str, Any] = field(default_factory=dict)
     text: _Text = field(default_factory=_Text)
     data: _Place = field(default_factory=_Place)
-    recovery: _Recovery = field(default_factory=_Recovery)
-    loss_scale: _Scale = field(default_factory=_Scale)
+    recovery: dict[str, list[Finite] | Count] = field(default_factory=dict)
+    loss_scale: dict[str, Annotated[Finite, Field(ge=0)]] = field(default_factory=dict)
     sequences_per_step: Annotated[int, Field(ge=1)] = 1
 
 
@@ -138,11 +121,10 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
     try:
         text = read_file(name)
         require_known(text, file=name)
-        parse_json(text, _Saved, name=name)
+        step = parse_json(text, _Saved, name=name).step
         content = parse_json(text, dict[str, Any], name=name)
-        folder = name_of(path)
-        if folder.startswith("step-") and folder != f"step-{content.get('step')}":
-            raise InputError(f"{name}: belongs to step {content.get('step')}")
+        if name_of(path)[:5] == "step-" and name_of(path) != f"step-{step}":
+            raise InputError(f"{name}: belongs to step {step}")
     except OSError as error:
         raise unreadable(name, error) from error
     except CheckpointError:
@@ -231,26 +213,14 @@ def changed_model(
     """Compare a step's model with the job's model.
 
     Args:
-        saved: the step's titan.json. Steps of an older titan have no facts in it, but a config.
+        saved: the step's titan.json.
         config: the job.
         of_training: compare the sizes that matter only for training, in place of the sizes that decide what the model computes.
 
     Returns:
         The old and the new value of each key that differs.
     """
-    before = saved.get("model")
-    if not before:
-        try:
-            old = tomllib.loads(saved["config"])
-            model = {
-                k: v for k, v in old["model"].items() if k in ("name", "flavor", "overrides")
-            }
-            tables = {"model": model, "task": old.get("task", {})}
-            before = job_facts(JobConfig.model_validate(tables))
-        # The step has no config, or it is from a titan with other keys, or from a package that is gone.
-        except (ConfigError, ValueError, LookupError, TypeError, AttributeError):
-            return {}
-    found = _changes(before, job_facts(config))
+    found = _changes(saved.get("model") or {}, job_facts(config))
     if "model.name" in found:  # the sizes of another family do not compare
         found = {"model.name": found["model.name"]}
     return {

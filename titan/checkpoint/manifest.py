@@ -66,7 +66,7 @@ class Manifest:
         format: version of the format.
         block_bytes: bytes of a block.
         hash: hash of all other fields.
-        titan: version of titan that wrote the step; empty in older steps.
+        titan: version of titan that wrote the step.
         torch: version of torch that wrote it.
     """
 
@@ -178,11 +178,7 @@ class HashingStream:
 
 def render(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest.json, with its hash."""
-    body = {name: value for name, value in asdict(manifest).items() if name != "hash"}
-    for name in ("titan", "torch"):
-        if not body[name]:  # of a step without versions
-            del body[name]
-    return _sealed(body)
+    return _sealed({name: value for name, value in asdict(manifest).items() if name != "hash"})
 
 
 def _sealed(body: dict[str, Any]) -> bytes:

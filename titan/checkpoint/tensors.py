@@ -10,7 +10,7 @@ import io
 import os
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -229,8 +229,8 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
-def require_shapes(location: Location, shapes: Mapping[str, torch.Size]) -> Metadata:
-    """Check that a checkpoint has tensors of these shapes. Return its metadata.
+def require_shapes(location: Location, state: StateDict) -> Metadata:
+    """Check that a checkpoint has tensors of the shapes of these. Return its metadata.
 
     Raises:
         CheckpointError: tensors are missing or have another shape. The message names them.
@@ -238,15 +238,15 @@ def require_shapes(location: Location, shapes: Mapping[str, torch.Size]) -> Meta
     metadata = read_metadata(location)
     stored = _shapes(metadata)
     # Find differences before DCP reads, since DCP's message would be a traceback of all ranks.
-    if missing := [name for name in shapes if name not in stored]:
+    if missing := [name for name in state if name not in stored]:
         raise CheckpointError(
             f"{location} lacks {some(missing)}: saved from another model or optimizer, or with other parameters frozen?",
             kind="checkpoint_differs",
         )
     other = [
-        f"{k} {tuple(stored[k][0])} (wanted {tuple(v)})"
-        for k, v in shapes.items()
-        if stored[k][0] != v
+        f"{k} {tuple(stored[k][0])} (wanted {tuple(v.shape)})"
+        for k, v in state.items()
+        if stored[k][0] != v.shape
     ]
     if other:
         raise CheckpointError(
@@ -266,7 +266,7 @@ def load(location: Location, state: StateDict) -> None:
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file is refused. The message names them.
     """
-    metadata = require_shapes(location, {name: value.shape for name, value in state.items()})
+    metadata = require_shapes(location, state)
     cause, failure, is_gone = None, "", False
 
     def read() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -168,11 +167,11 @@ def read_index(file: Path) -> Index:
         ) from error
 
 
-def require_key(found: str, keys: Collection[str], folder: Path) -> None:
+def require_key(found: str, key: str, folder: Path) -> None:
     """Check that a folder has been written from the same text, with the same options."""
-    if found not in keys:
+    if found != key:
         raise DataError(
-            f"'{folder}' holds shards of other text, another tokenizer or other options, or conversations that an older titan wrote; "
+            f"'{folder}' holds shards of other text, another tokenizer or other options; "
             "choose another folder or delete this one"
         )
 

@@ -94,10 +94,9 @@ class TokenizationSpec:
         """Return the split that a document belongs to."""
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
-    def key(self, documents: Documents, *, shard_tokens: int, is_older: bool = False) -> str:
-        """Return a hash of everything that the shards depend on, or that which an older titan had: it hashed the tokenizer's file."""
+    def key(self, documents: Documents, *, shard_tokens: int) -> str:
+        """Return a hash of everything that the shards depend on."""
         ids = text_fingerprint(self.tokenizer, has_chats=self.template is not None)
-        ids = self.tokenizer.file_fingerprint if is_older else ids
         # Since rows have tools and weights, too.
         more = [self.template.source, 2] if self.template else []
         parts = [FORMAT, documents.identity, ids, asdict(self.special_tokens), *more]
@@ -138,9 +137,7 @@ class SplitWriter:
         self._closed = index.splits[split]
         self._file: BinaryIO | None = None
         self._shard = index.open.get(split, Shard(file=f"{split}-00000.bin"))
-        # progress.json of an earlier titan has no open shards. Then the last closed shard counts.
-        last = self._shard if split in index.open else [self._shard, *self._closed][-1]
-        self.done: ReadPosition = (last.documents_read, last.pieces_read)
+        self.done: ReadPosition = (self._shard.documents_read, self._shard.pieces_read)
         if self._shard.tokens:
             path = unfinished_name(folder / self._shard.file)
             # Tokens that were written after progress.json are written again.
@@ -254,15 +251,11 @@ def open_index(
     folder: Path, documents: Documents, *, spec: TokenizationSpec, shard_tokens: int
 ) -> Index:
     """Return the index of a complete folder, of an interrupted run, or an empty index."""
-    keys = [
-        spec.key(documents, shard_tokens=shard_tokens, is_older=old) for old in (False, True)
-    ]
+    key = spec.key(documents, shard_tokens=shard_tokens)
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
-            # An older titan did not add the tokens that only tokenizer_config.json has.
-            knows_all = index.vocab_size == spec.tokenizer.vocab_size
-            require_key(index.key, keys if knows_all else keys[:1], folder)
+            require_key(index.key, key, folder)
             size = np.dtype(index.dtype).itemsize
             for shard in index.open.values():
                 path = unfinished_name(folder / shard.file)
@@ -273,7 +266,7 @@ def open_index(
                     index.open, index.place = {}, []
             return index
     return Index(
-        key=keys[0],
+        key=key,
         tokenizer=spec.tokenizer.kind,
         fingerprint=text_fingerprint(spec.tokenizer, has_chats=spec.template is not None),
         vocab_size=spec.tokenizer.vocab_size,

@@ -155,10 +155,6 @@ class Console(logging.Handler):
         ]
         if row.get("bits_per_byte") is not None:
             columns.append(_Column(f"{row['bits_per_byte']:.4f} bits/byte", style="green"))
-        if row.get("unigram_bits_per_byte") is not None:
-            columns.append(
-                _Column(f"(byte frequencies alone: {row['unigram_bits_per_byte']:.4f})")
-            )
         self._print_columns(*columns, always=row["step"] == self._total_steps)
 
     def message(self, text: str, *, always: bool = False) -> None:

@@ -6,9 +6,7 @@ B batch, S sequence, N next tokens of each position (the next one, and one for e
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -21,12 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.loss import loss_function
 from titan.config.plug_ins import load_plug_ins
-from titan.data import DataError
 from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
 from titan.data.special_tokens import SpecialTokens
-from titan.data.statistics import unigram_bits_per_byte
 from titan.data.text import (
     collate_rows,
     describe_sources,
@@ -54,8 +50,6 @@ class NextToken(Task):
 
     applies_output = True
     knows_shards = True
-    _counting: threading.Thread | None = None
-    _bits: float | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -181,8 +175,6 @@ class NextToken(Task):
     ) -> dict[str, Any]:
         return {
             "bits_per_byte": loss / math.log(2) / measured if measured else None,
-            # Only rank 0 prints it, and computing it reads the text.
-            "unigram_bits_per_byte": self._unigram_bits(run) if run.rank == 0 else None,
         }
 
     def generate(self, run: SampleContext) -> Mapping[str, str]:
@@ -191,23 +183,6 @@ class NextToken(Task):
         for generate in load_plug_ins("titan.extensions", of="validation"):
             texts |= generate(run)
         return texts
-
-    def _unigram_bits(self, run: SampleContext) -> float | None:
-        """Return the bits per byte of a model that knows byte frequencies alone, on the validation text.
-
-        None while a thread still counts the bytes: the other ranks would wait for this one in their next collective.
-        """
-        if self._counting is None:
-            self._counting = threading.Thread(target=self._count, args=(run,), daemon=True)
-            self._counting.start()
-        return self._bits
-
-    def _count(self, run: SampleContext) -> None:
-        assert run.validation_loader is not None
-        with suppress(DataError, OSError):  # the loader's own thread reports a damaged file
-            self._bits = unigram_bits_per_byte(
-                run.loader, validation=run.validation_loader, tokenizer=self.tokenizer
-            )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from titan.checkpoint.saved_model import (
     is_hf_folder,
     load_weights,
     open_run_tokenizer,
-    require_weights,
+    require_average,
 )
 from titan.checkpoint.storage import Location
 from titan.config.model import family, tensor_plan_of
@@ -86,9 +86,12 @@ def _load(
 ) -> nn.Module:
     """Load a model. With a process group, all ranks call it, and tensor parallelism splits the model over them."""
     name, sizes = config.model.name, config.model.sizes
+    if average:
+        require_average(step)
     with torch.device("meta"), default_dtype(torch_dtype(dtype)):
         model = family(name).build_model(sizes)
-    require_weights(step, model, name=name, sizes=sizes, average=average)
+    weights: dict[str, Any] = {"name": name, "sizes": sizes, "average": average}
+    load_weights(step, [model], only_check=True, **weights)
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
         try:
             apply_tp(
@@ -101,7 +104,7 @@ def _load(
         except ValueError as error:
             raise DataError(f"--nproc {ranks}: {error}") from None
     materialize(model, device=device)
-    load_weights(step, [model], name=name, sizes=sizes, average=average)
+    load_weights(step, [model], **weights)
     return model.eval()
 
 

@@ -28,7 +28,6 @@ from titan.checkpoint.saved_model import (
     open_run_tokenizer,
     require_average,
     require_text,
-    require_weights,
 )
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
@@ -217,10 +216,10 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
     name = config.model.name
     with torch.device("meta"):
         model = family(name).build_model(job.sizes)
-    require_weights(weights.where, model, name=name, sizes=job.sizes, average=average)
+    named: dict[str, Any] = {"name": name, "sizes": job.sizes, "average": average}
+    load_weights(weights.where, [model], only_check=True, **named)
     train_step = build_train_step(job, device=device, mesh=mesh)
-    parts = train_step.model_parts
-    load_weights(weights.where, parts, name=name, sizes=job.sizes, average=average)
+    load_weights(weights.where, train_step.model_parts, **named)
     tokenizer = job.task.tokenizer
     assert tokenizer is not None, "a task without text"
     return Scorer(train_step, tokenizer)
