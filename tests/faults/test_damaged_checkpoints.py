@@ -29,7 +29,7 @@ from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
 from titan import cli
 from titan.base import untrusted
-from titan.checkpoint import manifest, tensor_index
+from titan.checkpoint import identity, manifest, tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest, render
 from titan.checkpoint.storage import LocalStorage
@@ -249,6 +249,27 @@ def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
     assert caught.value.kind == "checkpoint_newer"
     assert list_steps(run_dir / "checkpoint") == list(STEPS)
     assert verify.main([str(file.parent)]) == 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"step": 31},
+        {"data": {"position": -1}},
+        {"data": {"position": "1"}},
+        {"recovery": {"losses": ["1"]}},
+        {"recovery": {"num_skipped": -1}},
+        {"loss_scale": {"value": -1}},
+        {"sequences_per_step": 0},
+    ],
+    ids=json.dumps,
+)
+def test_impossible_values_are_refused(value: dict[str, Any], run_dir: Path) -> None:
+    """Whatever their hash says."""
+    file = step_dir(run_dir) / "titan.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | value))
+    with pytest.raises(CheckpointError, match=rf"titan.json: .*{next(iter(value))}"):
+        identity.read_metadata(step_dir(run_dir))
 
 
 @pytest.mark.parametrize("is_done", [False, True])

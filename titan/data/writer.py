@@ -137,7 +137,9 @@ class SplitWriter:
         self._closed = index.splits[split]
         self._file: BinaryIO | None = None
         self._shard = index.open.get(split, Shard(file=f"{split}-00000.bin"))
-        self.done: ReadPosition = (self._shard.documents_read, self._shard.pieces_read)
+        # Without an open shard, the last closed one counts.
+        last = self._shard if split in index.open else [self._shard, *self._closed][-1]
+        self.done: ReadPosition = (last.documents_read, last.pieces_read)
         if self._shard.tokens:
             path = unfinished_name(folder / self._shard.file)
             # Tokens that were written after progress.json are written again.
