@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan import cli
 from titan.base.untrusted import InputError
 from titan.commands import ALIASES, GONE, GROUPS, command_names, load_command
@@ -120,20 +121,7 @@ def test_all_commands_have_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("words", "target"),
-    [
-        ("--json", "-"),
-        ("--json RUN", "-"),
-        ("RUN --json", "-"),
-        ("--json - RUN", "-"),
-        ("RUN --json new.json", "new.json"),
-        ("--json new.json RUN", "new.json"),
-        ("--json=new.json RUN", "new.json"),
-        ("--json trace.json", "-"),
-        ("--json trace.json --step 3", "-"),
-        ("--json job.toml over.toml", "-"),
-        ("--json s3://bucket/step-3", "-"),
-        ("--json --step 3 RUN", "-"),
-    ],
+    table(__file__, "json_never_takes_the_subject_for_its_file"),
 )
 def test_json_never_takes_the_subject_for_its_file(
     words: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,31 +10,14 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT
+from tests.support.tables import table
 from titan.checks.rules import check, check_layout, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.schema import JobConfig, ModelSection
 from titan.parallel.traits import ModelSizes
 
-FITTING = {
-    "debug_model": 1,
-    "demo": 2,
-    "llama3_1b": 1,
-    "fineweb_edu_1b": 8,
-    "llama3_3b": 8,
-    "llama3_8b": 8,
-    "llama3_70b": 256,
-    "llama3_405b": 512,
-    "demo_moe": 2,
-    "qwen3_30b_a3b": 16,
-    "deepseek_v3_16b": 8,
-    "gpt_oss_20b": 8,
-    "gpt_oss_120b": 64,
-    "starter": 2,
-    "diffusion_demo": 1,
-    "flux_12b": 8,
-    "vision_language_demo": 2,
-}
+FITTING = table(__file__, "fitting")
 
 
 @pytest.mark.parametrize(
@@ -52,24 +35,7 @@ def test_shipped_jobs_are_sound(job: Path) -> None:
 
 @pytest.mark.parametrize(
     ("degrees", "world_size", "expected"),
-    [
-        ({}, 4, (1, 1, 4, 1, 1)),
-        ({"data_parallel_replicate_degree": 2}, 8, (1, 2, 4, 1, 1)),
-        (
-            {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1},
-            4,
-            (1, 4, 1, 1, 1),
-        ),
-        (
-            {
-                "pipeline_parallel_degree": 2,
-                "context_parallel_degree": 2,
-                "tensor_parallel_degree": 2,
-            },
-            16,
-            (2, 1, 2, 2, 2),
-        ),
-    ],
+    table(__file__, "layouts"),
 )
 def test_layouts(degrees: dict[str, int], world_size: int, expected: tuple[int, ...]) -> None:
     layout = resolve_layout(JobConfig.model_validate({"parallelism": degrees}), world_size)

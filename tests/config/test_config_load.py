@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan.config.errors import ConfigError, key_text, parent
 from titan.config.load import Arguments, load_config, parse_args
 from titan.config.render import to_toml
@@ -132,32 +133,7 @@ def test_later_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
-    [
-        ("training.steps=5", "training", "steps", 5),
-        ("--optimizer.lr=1e-3", "optimizer", "lr", 1e-3),
-        ("model.flavor=8B", "model", "flavor", "8B"),
-        ('model.flavor="8B"', "model", "flavor", "8B"),
-        ("job.description=2024", "job", "description", "2024"),  # text is taken as it stands
-        ("job.description=", "job", "description", ""),
-        ("training.dataset_path=true", "training", "dataset_path", "true"),
-        (
-            "activation_checkpoint.selective_ac_option=2",
-            "activation_checkpoint",
-            "selective_ac_option",
-            2,
-        ),
-        ("metrics.enable_wandb=true", "metrics", "enable_wandb", True),
-        (
-            "model.converters=float8,quantize.linear.float8",
-            "model",
-            "converters",
-            ["float8", "quantize.linear.float8"],
-        ),
-        ("model.converters=[]", "model", "converters", []),
-        ("validation.steps=-1", "validation", "steps", -1),  # TorchTitan: all of the text
-        ("model.overrides.n_layers=4", "model", "overrides", {"n_layers": 4}),
-        ("model.overrides={n_layers=4}", "model", "overrides", {"n_layers": 4}),
-    ],
+    table(__file__, "override_values"),
 )
 def test_override_values(
     override: str, section: str, key: str, value: Any, tmp_path: Path
@@ -196,29 +172,7 @@ def test_command_line_is_split() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        ([], "command line: no job file; expected JOB.toml"),
-        (
-            ["j", "--steps=5"],
-            "command line: --steps: unknown option; did you mean --training.steps or --validation.steps?",
-        ),
-        (
-            ["j", "--training", "5"],
-            "command line: --training: unknown option; did you mean --training.KEY=VALUE?",
-        ),
-        (
-            ["j", "--phase=[{from_step = 5}]"],
-            "command line: --phase: unknown option; write [[phase]] and its keys below that line into a TOML file",
-        ),
-        (
-            ["j", "--nprocs", "2"],
-            "command line: --nprocs: unknown option; did you mean '--nproc'?",
-        ),
-        (
-            ["j", "training.steps=5"],
-            "command line: training.steps=5: not a file; did you mean --training.steps=5?",
-        ),
-    ],
+    table(__file__, "a_wrong_command_line_is_reported"),
 )
 def test_a_wrong_command_line_is_reported(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

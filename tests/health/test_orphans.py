@@ -15,31 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import ROOT
+from tests.support.tables import table
 from titan.cli import main as titan
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FILE = "train_configs/debug_model.toml"
-OPTIONS = "--model.overrides.n_layers=2 --training.seq_len=32 --training.dataset=synthetic"
-JOB = f"{FILE} {OPTIONS}"
-LONG = f"{JOB} --training.steps=100000 --job.dump_folder={{tmp}}/job"
+OPTIONS = table(__file__, "options")
 # Words of a command, and how many processes it has when it is struck. {run} is a run of two ranks.
-COMMANDS = {
-    "prepare": ("prepare --input {text} --tokenizer bytes --output {tmp}/out --workers 2", 3),
-    "sim": (f"sim {JOB} --world-size 8 --parallelism.pipeline_parallel_degree=2 --hardware h100-sxm", 4),
-    "plan": (f"plan {JOB} --world-size 8 --hardware h100-sxm", 4),
-    "train": (f"train {LONG} --nproc 2", 4),
-    "train of groups": (f"train {LONG} --elastic --groups 2 --nproc 1", 3),
-    "preflight": (f"preflight {LONG} --nproc 2", 4),
-    "generate": ("generate {run} --prompt a --max-new-tokens 100000 --nproc 2", 4),
-    "evaluate": ("evaluate {run} --tasks stdlib_choice --nproc 2", 4),
-    "certify": (f"certify {JOB} --world-size 2", 5),
-    "diff": (f"diff {FILE} {{tmp}}/other.toml {OPTIONS} --a.optimizer.lr=1 --nproc 2", 5),
-    "swap": (f"swap {{run}} --to {JOB} --job.dump_folder={{tmp}}/new --training.global_batch_size=16 --training.steps=40 --nproc 1 --steps 5", 2),
-    "audit": ("audit {run} --step 15", 2),
-    "sweep": (f"sweep {LONG} --set optimizer.lr=1e-3,1e-4 --jobs 2 --nproc 2 --folder {{tmp}}/s", 9),
-    "compare": (f"compare {FILE} {{tmp}}/other.toml {OPTIONS} --training.steps=100000 --jobs 2 --folder {{tmp}}/c", 3),
-    "budget": (f"budget {JOB} --hardware h100-sxm --gpus 8 --days 1 --sizes tiny", 4),
-}  # fmt: skip
+COMMANDS = table(__file__, "commands")
 CHEAP = ("prepare", "sim")
 # A run that is asked to stop ends its step and saves, within its grace time.
 GRACEFUL = ("train", "train of groups", "sweep", "compare")
@@ -85,7 +68,7 @@ def test_no_process_outlives_its_launcher(
 ) -> None:
     words, count = COMMANDS[name]
     if "{run}" in words and not places["run"].exists():
-        run = f"train {JOB} --training.steps=40 --nproc=2 --job.dump_folder={places['run']}"
+        run = f"train {FILE} {OPTIONS} --training.steps=40 --nproc=2 --job.dump_folder={places['run']}"
         assert titan(run.split()) == 0
     text = (ROOT / FILE).read_text()
     (tmp_path / "other.toml").write_text(text.replace("8e-4", "1e-4"))
@@ -96,7 +79,7 @@ def test_no_process_outlives_its_launcher(
             sys.executable,
             "-m",
             "titan.cli",
-            *words.format(tmp=tmp_path, **places).split(),
+            *words.format(tmp=tmp_path, file=FILE, options=OPTIONS, **places).split(),
         ]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
     assert wait_for(lambda: len(marked(mark)) >= count or process.poll() is not None, 120)

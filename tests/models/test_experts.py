@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.tables import table
 from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.models.deepseek_v3 import FLAVORS as DEEPSEEK
@@ -62,19 +63,7 @@ def test_flops_of_windows_and_without_biases() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "refusals"),
-    [
-        ({"num_groups": 3}, ["num_groups: 3 groups do not divide 8 experts; use 2 or 4"]),
-        ({"top_groups": 5}, ["top_groups: must be 1 to num_groups 4, got 5"]),
-        ({"group_top_k": 3}, ["group_top_k: a group has 2 experts and no best 3; use 2"]),
-        ({"top_k": 5}, ["top_k: a token goes to 1 to 4 of the experts, got 5"]),
-        (
-            {"num_groups": 0, "top_k": 9},
-            ["top_k: a token goes to 1 to 8 of the experts, got 9"],
-        ),
-        ({"score": "tanh"}, ['score: expected "softmax" or "sigmoid", got "tanh"']),
-        ({"expert_dim": 0}, ["expert_dim: must be at least 1, got 0"]),
-        ({"num_experts": 0}, []),
-    ],
+    table(__file__, "a_router_that_cannot_choose_is_refused"),
     ids=str,
 )
 def test_a_router_that_cannot_choose_is_refused(overrides: dict, refusals: list[str]) -> None:

@@ -38,6 +38,7 @@ from tests.support.layouts import (
 )
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.machine import check_machine
 from titan.checks.rules import check
@@ -155,21 +156,7 @@ def test_sizes() -> None:
     # As published: with the encoder's last block and the norm after it, which the decoder does not read.
     block = 4 * (1024 + 1) * 1024 + 2 * 1024 * 4096 + 1024 + 4096 + 4 * 1024
     assert FLAVORS["7B"].num_params + block + 2 * 1024 == 7_063_427_072
-    published = {
-        "model_type": "llava",
-        "image_token_index": 32_000,
-        "vision_feature_layer": -2,
-        "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32_064},
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 1024,
-            "image_size": 336,
-            "intermediate_size": 4096,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 24,
-            "patch_size": 14,
-        },
-    }
+    published = table(__file__, "published")
     assert read_config(published) == FLAVORS["7B"]
     for name in ("tiny", "13B"):
         with torch.device("meta"):
@@ -394,19 +381,7 @@ def test_resumes_on_another_layout(folder: Path, pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "key"),
-    [
-        ({"parallelism": {"pipeline_parallel_degree": 2}}, "task.options.samples"),
-        ({"parallelism": {"tensor_parallel_degree": 8}}, "parallelism.tensor_parallel_degree"),
-        ({"task": {"options": {}}}, "task.options.path"),
-        ({"task": {"options": {"path": ".", "images": 11}}}, "task.options.images"),
-        ({"training": {"seq_len": 4}}, "training.seq_len"),
-        ({"validation": {"seq_len": 4}}, "validation.seq_len"),
-        ({"data": {"validation_fraction": 0.0}}, "data.validation_fraction"),
-        ({"data": {"packing": "best_fit"}}, "data.packing"),
-        ({"model": {"overrides": {"patch_size": 3}}}, "model.overrides.patch_size"),
-        ({"model": {"overrides": {"vision_heads": 3}}}, "model.overrides.vision_heads"),
-        ({"model": {"overrides": {"image_token": 2048}}}, "model.overrides.image_token"),
-    ],
+    table(__file__, "problems"),
 )
 def test_problems(changes: dict[str, Any], key: str, folder: Path) -> None:
     assert not check(picture_job(folder)) and not check_machine(picture_job(folder))

@@ -18,6 +18,7 @@ from tests.checkpoint.test_huggingface import DEBUG, through_titan_job
 from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, families, overrides_of, row_of
 from tests.support.hf_folders import difference, tensors_of
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.checkpoint.manager import CheckpointManager
 from titan.cli import main
 from titan.config.errors import ConfigError
@@ -170,30 +171,7 @@ def test_sizes_are_the_models() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "key", "words"),
-    [
-        ({}, "model.hf_path", "needs model.hf_path"),
-        (
-            {"architecture": "Qwen3ForCausalM"},
-            "model.architecture",
-            "did you mean Qwen3ForCausalLM",
-        ),
-        (
-            {"architecture": "BartForCausalLM"},
-            "model.architecture",
-            "an encoder with a decoder",
-        ),
-        ({"architecture": "BloomForCausalLM"}, "model.architecture", "layers.0 (BloomBlock)"),
-        ({"architecture": "MambaForCausalLM"}, "model.architecture", "layers.0 (MambaBlock)"),
-        ({"architecture": "GPT2LMHeadModel"}, "model.architecture", "attention dropout"),
-        (
-            {"architecture": "LlamaForCausalLM", "overrides": {"hidden_sizes": 64}},
-            "model.overrides.hidden_sizes",
-            "did you mean hidden_size",
-        ),
-        ({"hf_path": "nowhere"}, "model.hf_path", "there is no"),
-        ({"hf_path": "no/one"}, "model.hf_path", "hf download no/one --local-dir one"),
-        ({"architecture": "LlamaModel"}, "model.architecture", "has no output layer"),
-    ],
+    table(__file__, "mistakes"),
     ids=lambda value: str(value)[:40],
 )
 def test_mistakes(keys: dict[str, Any], key: str, words: str) -> None:

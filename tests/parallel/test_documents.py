@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.tables import table
 from titan.base.untrusted import InputError
 from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
@@ -152,16 +153,7 @@ def test_key_and_value_heads_are_copied_where_torch_would_keep_all_scores(
 
 @pytest.mark.parametrize(
     ("version", "capability", "allowed", "expected"),
-    [
-        (91501, (9, 0), True, True),
-        (91501, (10, 0), True, True),
-        (91501, (10, 3), True, True),
-        (91500, (9, 0), True, False),
-        (None, (9, 0), True, False),
-        (91501, (8, 0), True, False),
-        (91501, (12, 0), True, False),
-        (91501, (9, 0), False, False),
-    ],
+    table(__file__, "the_ring_prefers_cudnn_where_torch_does"),
 )
 def test_the_ring_prefers_cudnn_where_torch_does(
     version: int | None,

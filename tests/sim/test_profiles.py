@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from titan.base.hardware import by_name
 from titan.config.errors import ConfigError
 from titan.sim.price.profiles import _NOT_FIGURES, load_profile, on_curve, profile_names
@@ -89,37 +90,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [
-        ("nic_share = 1.2", r"mine\.toml:3: nic_share: .*less than or equal to 1"),
-        ("nic_gb_per_s = 0", r"mine\.toml:3: nic_gb_per_s: .*greater than 0"),
-        ("host_tiny_us = nan", r"mine\.toml:3: host_tiny_us: .*finite number"),
-        ("launch_us = -1", r"mine\.toml:3: launch_us: .*greater than or equal to 0"),
-        ("memory_share = [[1000, 0.9], [10, 0.1]]", r"mine\.toml:3: memory_share: .*increase"),
-        ("attention_forward_tflops = []", r"a curve has one point \[size, value\] or more"),
-        ("attention_forward_tflops = [[512, 0]]", r"greater than 0"),
-        (
-            "matmul_share = { bfloat16 = 0.7, bf16 = 0.5 }",
-            r"mine\.toml:3: .*no dtype 'bf16'; did",
-        ),
-        (
-            "matmul_share = { float8 = 0.7 }",
-            r"mine\.toml:3: matmul_share: needs at least bfloat16",
-        ),
-        (
-            "network = [{ nodes = 8 }, { nodes = 4 }]",
-            r"mine\.toml:3: network: .*smallest block",
-        ),
-        (
-            'device = "h101-sxm"',
-            r"mine\.toml:3: device: there is no 'h101-sxm'; did you mean 'h100",
-        ),
-        ("device = 3", r"mine\.toml:3: device: is a name, in quotes"),
-        ('measured = ["h100"]', r"mine\.toml:3: measured: is a name, in quotes"),
-        ('measured = "h900"', r"mine\.toml:3: measured: there are tables of a100, b200"),
-        ('kin = ["h101-sxm"]', r"mine\.toml: kin: no profile 'h101-sxm'; did you mean"),
-        ('num_sms = "many"', r"mine\.toml:3: num_sms: .*integer"),
-        ('base = "mine"', "no profile 'mine'"),
-    ],
+    table(__file__, "mistakes_are_told"),
 )
 def test_mistakes_are_told(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "mine.toml"

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import command
+from tests.support.tables import table
 from titan.tools.trace import analyse
 from titan.tools.trace_files import find_traces
 from titan.tools.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
@@ -240,24 +241,7 @@ def test_cpu_waiting_for_gloo_is_exposed_communication() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "kind"),
-    [
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication_exposed"),
-        ("void multimem_all_reduce_kernel<c10::BFloat16>", "communication_exposed"),
-        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT", "matmul"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
-        ("triton_tem_fused_mm_4", "matmul"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
-        ("triton_tem_fused_flex_attention_1", "attention"),
-        ("triton_poi_fused_mm_mul_silu_3", "elementwise"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>", "elementwise"),
-        ("void at::native::elementwise_kernel<128, 2, direct_copy_kernel_cuda>", "copies"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig", "copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copies"),
-        ("Memset (Device)", "copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", "elementwise"),
-    ],
+    table(__file__, "kinds_of_kernels"),
 )  # fmt: skip
 def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert kind_of_kernel(kernel, frozenset()) == kind

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from resource import RUSAGE_SELF, getrusage
@@ -63,57 +63,43 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {name: _guarded(name, f) for name, f in self.filters.items()}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%":
-            _require_narrow(left)
-        else:
-            sizes = [_size(left), _size(right)]
-            if (
-                sizes[0] * sizes[1] if operator == "*" else sizes[0].bit_length() * sizes[1]
-            ) > _LENGTH:
-                raise LimitError(f"{operator} makes too much")
+        one, other = _size(left), _size(right)
+        _require(operator, left, (one.bit_length() if operator == "**" else one) * other)
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Any:
-        _require_narrow(getattr(value, "__self__", ""))
+        _require("format", getattr(value, "__self__", ""))
         return super().wrap_str_format(value)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **named: Any) -> Any:
-        _require_small(
-            getattr(__obj, "__name__", ""), getattr(__obj, "__self__", ""), args, named.values()
-        )
+        name, text = (getattr(__obj, f"__{what}__", "") for what in ("name", "self"))
+        _require_small(name, text, *args, *named.values())
         return super().call(__context, __obj, *args, **named)
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # with the marks by which Jinja passes its context
     def guarded(*args: Any, **named: Any) -> Any:
-        _require_small(
-            name, next((a for a in args if isinstance(a, str)), ""), args, named.values()
-        )
+        texts = [each for each in args if isinstance(each, str)]
+        _require_small(name, *texts[:1], *args, *named.values())
         return function(*args, **named)
 
     return guarded
 
 
-def _require_small(
-    name: str, text: object, args: tuple[Any, ...], named: Iterable[Any]
-) -> None:
+def _require_small(name: str, text: object = "", *given: object) -> None:
     """Raise LimitError for a large number, a wide format, or a text that replaces many others."""
-    given = [*args, *named]
-    if name == "format":
-        _require_narrow(text)
     if any(isinstance(value, int) and abs(value) > _NUMBER for value in given):
         raise LimitError(f"a number is above {_NUMBER:,}")
-    if (
-        name in ("replace", "join")
-        and _size(text) * max(map(_size, given), default=0) > _LENGTH
-    ):
-        raise LimitError(f"{name} makes too much")
+    is_product = name in ("replace", "join")
+    _require(name, text, _size(text) * max(map(_size, given), default=0) if is_product else 0)
 
 
-def _require_narrow(text: object) -> None:
-    if isinstance(text, str) and _WIDE.search(text):
+def _require(name: str, text: object, length: int = 0) -> None:
+    if name in ("format", "%") and isinstance(text, str) and _WIDE.search(text):
         raise LimitError("a format is too wide")
+    if length > _LENGTH and name != "%":
+        raise LimitError(f"{name} makes too much")
 
 
 def _size(value: Any) -> int:

@@ -25,6 +25,7 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.cli import main as titan
 from titan.config import schema as s
 from titan.contrib.chat import ChatTemplate, limits
@@ -475,15 +476,7 @@ def test_a_template_writes_what_transformers_writes(folder: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {"content": "a<|im_end|>b"},
-        {"role": "<|im_end|>"},
-        {"name": "x<|im_end|>"},
-        {"reasoning_content": "<|im_end|>"},
-        {"tool_calls": [{"function": {"name": "f", "arguments": {"x": ["<|im_end|>"]}}}]},
-        {"tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]},
-        {"content": [{"type": "text", "text": "<|im_end|>"}]},
-    ],
+    table(__file__, "no_text_of_a_message_becomes_a_special_token"),
 )
 def test_no_text_of_a_message_becomes_a_special_token(
     folder: Path, more: dict[str, Any]
