@@ -39,7 +39,7 @@ def test_shipped_jobs_are_sound(job: Path) -> None:
 )
 def test_layouts(degrees: dict[str, int], world_size: int, expected: tuple[int, ...]) -> None:
     layout = resolve_layout(JobConfig.model_validate({"parallelism": degrees}), world_size)
-    assert (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp) == expected
+    assert [layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp] == expected
     assert layout.world_size == world_size
     assert layout.accumulation == 1
 

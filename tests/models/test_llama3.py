@@ -39,7 +39,7 @@ def test_published_parameter_counts(name: str, flavor: str) -> None:
         model = package.build_model(config)
     count = sum(p.numel() for p in model.parameters())
     assert count == config.num_params
-    assert (count, config.rope_theta, config.rope_factor) == PUBLISHED[name][flavor]
+    assert [count, config.rope_theta, config.rope_factor] == PUBLISHED[name][flavor]
 
 
 def _transformers_twin(config: LlamaConfig) -> torch.nn.Module:

@@ -11,7 +11,6 @@ import torch
 
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
-from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.checkpoint.saved_model import find_checkpoint, open_run_tokenizer
 from titan.cli import main as titan
@@ -71,7 +70,15 @@ def test_every_token_that_ends_an_answer_is_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "data", "section", "begins"),
-    table(__file__, "texts_begin_in_the_export_as_in_the_run"),
+    [
+        ("llama3", {}, {}, True),
+        ("llama3", {"add_bos": False}, {}, False),
+        ("gpt_oss", {}, {}, False),
+        ("gpt_oss", {}, {"bos_token": "<|startoftext|>"}, True),
+        ("mistral", {}, {}, True),
+        ("mistral", {"add_bos": False}, {}, False),
+        ("deepseek", {}, {}, True),
+    ],
 )
 def test_texts_begin_in_the_export_as_in_the_run(
     family: str, data: dict[str, Any], section: dict[str, Any], begins: bool, tmp_path: Path

@@ -134,9 +134,8 @@ def require_memory(option: str, count: int) -> None:
         InputError: it holds fewer.
     """
     if count > (fit := fitting_processes()):
-        sizes = " GiB, and ".join(f"{n * PROCESS_BYTES / 2**30:,.1f}" for n in (count, fit))
-        have = f"{count} processes take {sizes} GiB are free"
-        raise InputError(f"{option} {count}: {have}; here {fit:.0f} fit")
+        need = f"{count} processes take {count * PROCESS_BYTES / 2**30:,.1f} GiB of memory"
+        raise InputError(f"{option} {count}: {need}; here {fit:.0f} fit")
 
 
 def count_accelerators() -> int:

@@ -23,7 +23,6 @@ from typing import Any
 from titan.base.errors import COMMUNICATION, kind_of
 from titan.base.failure import UserError
 from titan.base.fork_server import die_with_command, fork_server
-from titan.base.hardware import require_memory
 
 AFTER_FAILURE_S = 2
 PRELOAD = ("titan.step.train_step", "torch.distributed.pipelining")
@@ -105,7 +104,6 @@ class Pool:
         os.dup2(shown, 2)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        require_memory("ranks", world)
         job = pickle.dumps((function, args))
         ranks = []
         with tempfile.TemporaryDirectory() as folder:
@@ -117,12 +115,12 @@ class Pool:
                 theirs.close()
                 ranks.append((process, ours))
             results = _receive(ranks)
+            failures = [error for ok, error in results if not ok]
             for process, connection in ranks:
                 connection.close()
-                process.join(0 if any(not ok for ok, _ in results) else AFTER_FAILURE_S)
+                process.join(0 if failures else AFTER_FAILURE_S)
                 process.kill()  # where another has failed, it may hang in a collective
                 process.join()
-        failures = [error for ok, error in results if not ok]
         if failures:
             raise RankFailed(failures)
         return [pickle.loads(value) for _, value in results]
