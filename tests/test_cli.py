@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.tables import table
 from titan import cli
+from titan.base.untrusted import InputError
 from titan.commands import ALIASES, GONE, GROUPS, command_names, load_command
 from titan.config.errors import ConfigError
 from titan.config.options import CommandParser, command_parser
@@ -287,7 +288,10 @@ def test_check_tells_everything_in_the_way() -> None:
     ("argv", "place"),
     [
         (["trian", DEBUG], "command line: trian: unknown command; did you mean 'train'?"),
+        (["\x1b]0;x"], "command line: \\u001b]0;x: unknown command"),
         (["train"], "command line: no job file"),
+        (["train", DEBUG, "--training.x]=1"], 'train_configs/debug_model.toml:24: training."x]": unknown key'),
+        (["train", DEBUG, "--checkpoint.folder=ftp://a:b@c/d"], 'command line: checkpoint.folder: "ftp://a:...@c/d": has a password, '),
         (["train", "none.toml"], "none.toml: "),
         (["train", DEBUG, "--nprocs=2"], "command line: --nprocs: "),
         (["check", DEBUG, "--ranks", "2"], "command line: --ranks: unknown option; here --world-size says how many"),
@@ -416,6 +420,11 @@ def test_far_more_processes_than_cores_are_worth_a_warning(
 ) -> None:
     """Every command that starts processes warns, since `environment` makes the variables of all of them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("titan.base.hardware.fitting_processes", lambda: 9)
+    with pytest.raises(
+        InputError, match=r"--nproc 10: 10 processes take 2.5 GiB.*; here 9 fit"
+    ):
+        environment(10)
     for number, warned in ((8, False), (9, True)):
         environment(number)
         assert (f"warning: {number} processes on 2 cores" in capsys.readouterr().err) == warned

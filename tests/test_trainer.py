@@ -283,7 +283,6 @@ def test_validation_is_logged_with_bits_per_byte(
     # One byte a token but for the begin and end tokens: bits per byte a little above loss / ln 2.
     ratio = by_step[8]["bits_per_byte"] / (by_step[8]["validation_loss"] / 0.693147)
     assert 1.0 <= ratio < 1.05
-    assert 2 < by_step[8]["unigram_bits_per_byte"] < 5
     assert by_step[4]["validation_s"] > 0.5  # no time of training
 
 

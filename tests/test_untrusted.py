@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan.base.untrusted import (
     InputError,
     PrintableStream,
@@ -211,43 +212,7 @@ STATUS = {
     "reason": "rank 0 failed",
     "unix_s": 1.7e9,
 }
-DUMP = {
-    "rank": 0,
-    "host": "a",
-    "step": 7,
-    "unix_s": 1.7e9,
-    "world_size": 2,
-    "failure": {"reason": "asked", "kind": "asked", "step": 7, "rank": 0},
-    "main_thread": {"text": "all_reduce", "waits": True},
-    "oom_kills": 0,
-    "groups": {"1": {"axis": "tp", "ranks": [0, 1], "begun": {"gloo": 5}}},
-    "entries": [
-        {
-            "group": "1",
-            "backend": "gloo",
-            "seq": 5,
-            "p2p_seq": 0,
-            "operation": "all_reduce",
-            "called": "all_reduce",
-            "line": "a.py:1",
-            "input_sizes": [[4]],
-            "input_dtypes": ["Float"],
-            "enqueued_unix_s": 1.7e9,
-        }
-    ],
-    "p2p": [
-        {
-            "peer": 1,
-            "sends": True,
-            "seq": 1,
-            "axis": "pp",
-            "size": [4],
-            "dtype": "float32",
-            "line": "a.py:1",
-            "enqueued_unix_s": 1.7e9,
-        }
-    ],
-}
+DUMP = table(__file__, "dump")
 TIMES = {"step": 5, "step_s": 1.0, "own_s": 1.0, "data_wait_s": 0.1, "unix_s": 1.7e9}
 
 

@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = command_names()
     is_help = name in ("-h", "--help", "help")
     if name not in names and not is_help and name != "--version":
+        from titan.base.untrusted import printable
         from titan.config.errors import did_you_mean
 
         aliases = [alias for alias, words in ALIASES.items() if words[0] in names]
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = GONE.get(name, f"unknown command{hint}")
         if part := missing_part(name):
             text = f"this titan was installed without {part}, which has this command"
-        print(f"command line: {name}: {text}", file=sys.stderr)
+        print(f"command line: {printable(name)}: {text}", file=sys.stderr)
         return 2
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -72,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+        if argv is None:  # the whole process, without its seconds of cleaning up
+            os._exit(130)
         return 130
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("titan."):

@@ -6,6 +6,7 @@ commands keep their names.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,108 +17,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from titan.base.signals import die_with_launcher
 from titan.config.plug_ins import load_plug_in, plug_ins
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    # name: its line in `titan --help`, and the function, whose module is imported when it runs
-    "init": (
-        "write a job file to start from: for your text, or for a Hugging Face folder",
-        "titan.tools.shipped:init",
-    ),
-    "config": (
-        "show all keys of a job, the jobs that come with titan, or the schema for editors",
-        "titan.tools.config:main",
-    ),
-    "completion": (
-        "let the shell complete commands, files and keys",
-        "titan.tools.completion:main",
-    ),
-    "prepare": ("turn text into files of tokens", "titan.tools.prepare:main"),
-    "tokenizer": ("train or inspect a tokenizer", "titan.tools.tokenizer:main"),
-    "train": (
-        "train a model: one process per accelerator, one on a CPU, or --nproc N",
-        "titan.cli:train",
-    ),
-    "slurm": (
-        "check a job, write its script for sbatch, and submit it",
-        "titan.ops.cluster.slurm:main",
-    ),
-    "preflight": (
-        "before a run: check devices, links, disks and versions of all ranks, then try a step",
-        "titan.ops.preflight.cli:main",
-    ),
-    "plot": ("draw loss and throughput curves of runs", "titan.tools.plot:main"),
-    "doctor": (
-        "explain what happened to a run: which rank, which collective, which line, what to do",
-        "titan.ops.doctor.cli:main",
-    ),
-    "profile": (
-        "read a profiler trace: where a step's time went, by kind of work and by module",
-        "titan.tools.profile:main",
-    ),
-    "convert": (
-        "turn Hugging Face folders into checkpoints, and back",
-        "titan.huggingface.convert:main",
-    ),
-    "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
-    "generate": (
-        "sample text from a checkpoint, or chat with it",
-        "titan.tools.generate:main",
-    ),
-    "check": (
-        "find the mistakes in a job, and tell its layout, its memory, and whether it fits --hardware",
-        "titan.tools.check:main",
-    ),
-    "sim": (
-        "predict time and memory of a step on some hardware, without a GPU; draw its pipeline",
-        "titan.sim.cli:main",
-    ),
-    "plan": (
-        "find the fastest layouts of a job that fit, or the best recomputation, as TOML overlays",
-        "titan.sim.search.plan:main",
-    ),
-    "certify": (
-        "prove on CPU ranks that a job computes the same in each layout, before GPUs",
-        "titan.numerics.certify.command:main",
-    ),
-    "diff": (
-        "find the first module that computes something else in another layout, precision or version",
-        "titan.numerics.diff.command:main",
-    ),
-    "audit": (
-        "compute a step of a finished run again, and name what differs from its metrics and its checkpoint",
-        "titan.numerics.diff.audit:main",
-    ),
-    "swap": (
-        "check that a run can continue with another torch, layout or precision, and continue it",
-        "titan.numerics.swap.command:main",
-    ),
-}
-GROUPS = {
-    "begin": ("init", "config", "completion"),
-    "data": ("prepare", "tokenizer"),
-    "run": ("train", "slurm", "preflight", "watch", "plot", "doctor", "profile"),
-    "model files": ("convert", "average", "verify", "generate", "evaluate"),
-    "predict": ("check", "sim", "plan"),
-    "trust": ("certify", "diff", "audit", "swap"),
-    "study": ("sweep", "compare", "scaling", "budget"),
-}
+_DATA = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+COMMANDS: dict[str, tuple[str, str]] = _DATA["commands"]
+"""By name: the line in `titan --help`, and the function, whose module is imported when it runs."""
+GROUPS: dict[str, list[str]] = _DATA["groups"]
 """Commands in the order of `titan --help`. Those that titan/contrib adds have their places, too."""
-ALIASES = {
-    "eval": ("evaluate",),
-    "export": ("convert", "to-hf"),
-    "import": ("convert", "from-hf"),
-    "chat": ("generate", "--interactive"),
-    "schema": ("config", "--schema"),
-}
+ALIASES: dict[str, list[str]] = _DATA["aliases"]
 """Other words for titan's commands, mostly of other programs."""
-GONE = {
-    "version": "write `titan --version`",
-    **dict.fromkeys(
-        ("lora", "sft", "finetune", "serve"),
-        "titan has no LoRA and no server; `titan train` fine-tunes all weights on conversations: docs/data.md",
-    ),
-}
+GONE: dict[str, str] = _DATA["gone"]
 """Advice about commands that titan does not have."""
 
 
@@ -183,9 +93,12 @@ def _added() -> dict[str, EntryPoint]:
 def prepare_process() -> str:
     """Open /dev/null for standard streams that a daemon did not give: a file opened later would get their text.
 
+    It also lets this process end with titan's, or torchrun's, that has started it.
+
     Returns:
         Why no command can run here, or "".
     """
+    die_with_launcher()
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one

@@ -17,25 +17,7 @@ from titan.config.load import load_config
 from titan.config.schema import JobConfig, ModelSection
 from titan.parallel.traits import ModelSizes
 
-FITTING = {
-    "debug_model": 1,
-    "demo": 2,
-    "llama3_1b": 1,
-    "fineweb_edu_1b": 8,
-    "llama3_3b": 8,
-    "llama3_8b": 8,
-    "llama3_70b": 256,
-    "llama3_405b": 512,
-    "demo_moe": 2,
-    "qwen3_30b_a3b": 16,
-    "deepseek_v3_16b": 8,
-    "gpt_oss_20b": 8,
-    "gpt_oss_120b": 64,
-    "starter": 2,
-    "diffusion_demo": 1,
-    "flux_12b": 8,
-    "vision_language_demo": 2,
-}
+FITTING = table(__file__, "fitting")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +39,7 @@ def test_shipped_jobs_are_sound(job: Path) -> None:
 )
 def test_layouts(degrees: dict[str, int], world_size: int, expected: list[int]) -> None:
     layout = resolve_layout(JobConfig.model_validate({"parallelism": degrees}), world_size)
-    assert (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp) == tuple(
-        expected
-    )
+    assert [layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp] == expected
     assert layout.world_size == world_size
     assert layout.accumulation == 1
 

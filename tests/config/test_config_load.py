@@ -133,32 +133,7 @@ def test_later_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
-    [
-        ("training.steps=5", "training", "steps", 5),
-        ("--optimizer.lr=1e-3", "optimizer", "lr", 1e-3),
-        ("model.flavor=8B", "model", "flavor", "8B"),
-        ('model.flavor="8B"', "model", "flavor", "8B"),
-        ("job.description=2024", "job", "description", "2024"),  # text is taken as it stands
-        ("job.description=", "job", "description", ""),
-        ("training.dataset_path=true", "training", "dataset_path", "true"),
-        (
-            "activation_checkpoint.selective_ac_option=2",
-            "activation_checkpoint",
-            "selective_ac_option",
-            2,
-        ),
-        ("metrics.enable_wandb=true", "metrics", "enable_wandb", True),
-        (
-            "model.converters=float8,quantize.linear.float8",
-            "model",
-            "converters",
-            ["float8", "quantize.linear.float8"],
-        ),
-        ("model.converters=[]", "model", "converters", []),
-        ("validation.steps=-1", "validation", "steps", -1),  # TorchTitan: all of the text
-        ("model.overrides.n_layers=4", "model", "overrides", {"n_layers": 4}),
-        ("model.overrides={n_layers=4}", "model", "overrides", {"n_layers": 4}),
-    ],
+    table(__file__, "override_values"),
 )
 def test_override_values(
     override: str, section: str, key: str, value: Any, tmp_path: Path

@@ -20,7 +20,6 @@ from titan.data import DataError
 from titan.data.base import Samples, ShardSpec
 from titan.data.loader import Loader
 from titan.data.special_tokens import SpecialTokens
-from titan.data.statistics import cross_entropy_bits, unigram_bits_per_byte
 from titan.data.text import collate_rows, num_bytes
 from titan.data.tokenizer import bytes_tokenizer
 from titan.losses.loss import IGNORED
@@ -403,20 +402,3 @@ def test_mistakes_are_told(corpus: Path, cache: str, tmp_path: Path) -> None:
 def test_synthetic_ids_cover_the_vocabulary(cache: str) -> None:
     [batch] = Job(s.SyntheticSource(), cache=cache).loader((1, 200, 1), 0).next_step()
     assert set(batch.tokens_BS.flatten().tolist()) == set(range(258))
-
-
-def test_bits_per_byte_of_a_unigram() -> None:
-    # Train: 7 a, 1 b; with one added to each of 256: (8, 2) of 264. Validation: a a b.
-    train, validation = np.zeros(256), np.zeros(256)
-    train[97], train[98], validation[97], validation[98] = 7, 1, 2, 1
-    expected = -(2 * np.log2(8 / 264) + np.log2(2 / 264)) / 3
-    assert cross_entropy_bits(train, validation=validation) == pytest.approx(expected)
-
-
-def test_unigram_bits_per_byte_of_loaders(corpus: Path, cache: str) -> None:
-    data = text_job(corpus, cache, validation_fraction=0.2).data
-    train = build_loader(training(), data=data, tokenizer=TOKENIZER, rank=0, world=1, seed=0)
-    bits = unigram_bits_per_byte(train, validation=validation_loader(data), tokenizer=TOKENIZER)
-    assert bits == pytest.approx(3.9, abs=0.4)
-    endless = Job(s.SyntheticSource(), cache=cache).loader((1, 1, 1), 0)
-    assert unigram_bits_per_byte(endless, validation=endless, tokenizer=TOKENIZER) is None

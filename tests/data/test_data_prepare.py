@@ -95,21 +95,6 @@ def test_a_finished_folder_is_left_alone_and_another_is_refused(
     assert "other options" in capsys.readouterr().err
 
 
-def test_a_folder_of_an_older_titan_is_accepted(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It knew a tokenizer by its file."""
-    with monkeypatch.context() as older:
-        older.setattr(
-            writer, "text_fingerprint", lambda tokenizer, **_: tokenizer.file_fingerprint
-        )
-        assert prepare(tmp_path, corpus) == 0
-    assert prepare(tmp_path, corpus) == 0
-    # With fewer tokens: it did not add those of tokenizer_config.json.
-    (file := tmp_path / "index.json").write_text(file.read_text().replace(": 258", ": 257"))
-    assert prepare(tmp_path, corpus) == 2
-
-
 @pytest.mark.parametrize("writes", [1, 4, 9])
 def test_a_run_that_broke_off_continues_to_the_same_bytes(
     prepared: Path, corpus: Path, tmp_path: Path, writes: int, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +205,26 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path, kin
     assert main([*options, "--output", str(folder), "--workers", "1"]) == 0
     assert main([*options, "--output", str(tmp_path / "whole"), "--workers", "1"]) == 0
     assert content(folder) == content(tmp_path / "whole")
+
+
+def test_workers_start_as_work_comes(
+    prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And shards may have as many tokens as they have by default."""
+    started, start = [], writer._Worker.__init__
+    monkeypatch.setattr(
+        writer._Worker, "__init__", lambda *a: (started.append(a), start(*a))[1]
+    )
+    assert prepare(tmp_path / "many", corpus, "--workers", "40") == 0
+    assert 0 < len(started) < 5 and content(tmp_path / "many") == content(prepared)
+    assert prepare(tmp_path / "big", corpus, f"--shard-tokens={2**27}") == 0
+    monkeypatch.setattr("titan.base.hardware.fitting_processes", lambda: 9)
+    assert prepare(tmp_path / "more", corpus, "--workers", "40") == 2
+
+
+@pytest.mark.parametrize(("code", "why"), [(-9, "memory"), (-11, "by SIGSEGV"), (3, "code 3,")])
+def test_a_dead_worker_is_explained(code: int, why: str) -> None:
+    assert why in writer._describe_end(code)
 
 
 def test_reading_across_shards(prepared: Path, texts: list[str]) -> None:

@@ -535,3 +535,16 @@ def test_the_copy_follows_the_jobs_tokenizer(trained: Path, tmp_path: Path) -> N
     assert [file.name for file in tokenizer_files(str(run / "tokenizer"))] == [
         "tokenizer.model"
     ]
+
+
+def test_a_pattern_with_too_many_ways_is_named(trained: Path, tmp_path: Path) -> None:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    tokenizer = resaved(trained, tmp_path / "slow", pre_tokenizer=split)
+    for encode in (tokenizer.encode, tokenizer.encode_rendered):
+        with pytest.raises(DataError, match=r"tokenizer .*slow/tokenizer.json: its pattern"):
+            encode("a" * 64 + "b")

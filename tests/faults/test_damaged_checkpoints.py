@@ -29,9 +29,10 @@ from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
 from titan import cli
 from titan.base import untrusted
-from titan.checkpoint import tensor_index
+from titan.checkpoint import identity, manifest, tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest, render
+from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
 from titan.checkpoint.tensors import read_metadata
 from titan.checks.rules import check_to_run
@@ -222,16 +223,73 @@ def test_unreadable_is_not_damaged(name: str, run_dir: Path, monkeypatch: Any) -
             break
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "tensors.json", "titan.json"])
-def test_newer_is_not_damaged(name: str, run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("manifest.json", "format 2"),
+        ("tensors.json", "format 2"),
+        ("titan.json", "format 2"),
+        ("manifest.json", "with other fields"),
+    ],
+)
+def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
     file = step_dir(run_dir) / name
-    file.write_text('{"format": 2,' + file.read_text()[1:])
-    expected = rf"{name}: was written by a newer titan \(format 2, titan {titan.__version__}\)"
+    body = json.loads(file.read_text())
+    if what == "format 2":
+        file.write_text('{"format": 2,' + file.read_text()[1:])
+    else:  # whole, but not as this titan writes it
+        del body["hash"]
+        body |= {"more": 1, "titan": [titan.__version__]}
+        file.write_bytes(manifest._sealed(body))
+    version = rf", titan {titan.__version__}" if "other" not in what else ""
+    expected = rf"{name}: was written by a newer titan \({what}{version}\)"
     with pytest.raises(CheckpointError, match=expected) as caught:
         CheckpointManager(section(), run_dir=run_dir).step_to_resume()
     assert caught.value.kind == "checkpoint_newer"
     assert list_steps(run_dir / "checkpoint") == list(STEPS)
     assert verify.main([str(file.parent)]) == 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"step": 31},
+        {"data": {"position": -1}},
+        {"data": {"position": "1"}},
+        {"recovery": {"losses": ["1"]}},
+        {"recovery": {"num_skipped": -1}},
+        {"loss_scale": {"value": -1}},
+        {"sequences_per_step": 0},
+    ],
+    ids=json.dumps,
+)
+def test_impossible_values_are_refused(value: dict[str, Any], run_dir: Path) -> None:
+    """Whatever their hash says."""
+    file = step_dir(run_dir) / "titan.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | value))
+    with pytest.raises(CheckpointError, match=rf"titan.json: .*{next(iter(value))}"):
+        identity.read_metadata(step_dir(run_dir))
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_rename_is_tried_again(
+    is_done: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server may rename, and report an error nevertheless."""
+    replace, errors = Path.replace, []
+
+    def fail(path: Path, target: Path) -> Path:
+        if not errors:
+            errors.append(replace(path, target) if is_done else path)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(untrusted, "PAUSES_S", (0.0, 0.0))
+    LocalStorage().rename(step_dir(run_dir), step_dir(run_dir, 40))
+    assert errors and list_steps(run_dir / "checkpoint") == [*STEPS[:-1], 40]
+    with pytest.raises(FileNotFoundError):  # nobody has renamed it
+        LocalStorage().rename(step_dir(run_dir, 50), step_dir(run_dir, 40))
 
 
 def test_where_none_is_whole_the_run_does_not_start(run_dir: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.trainers import Trainer
+from titan.base.run_writer import RunFiles
 from titan.observe.run_log import read_events
 from titan.ops.run_lock import RunLock
 
@@ -124,3 +125,22 @@ def test_no_link_is_followed(obstacle: str, tmp_path: Path) -> None:
     if obstacle in ("hard link", "FIFO"):  # replaced, where links are refused
         assert (folder / TRACE).stat().st_size > 1000
     assert {path.name for path in tmp_path.iterdir()} == {"secret", "run"}
+
+
+def test_a_folder_that_is_moved_away_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run's job, its environment and its lock stand in the new folder, too, so that all commands can use it."""
+    files, lock = RunFiles(tmp_path / "run"), RunLock(tmp_path / "run")
+    lock.acquire()
+    for name in FILES[1:3]:
+        files.replace(name, name)
+    for number in range(3):
+        files.append("metrics.jsonl", f"{number}\n")
+        lock.touch()
+        if number == 0:
+            (tmp_path / "run").rename(tmp_path / "moved")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {*FILES[1:4], lock.path.name}
+    assert (tmp_path / "run/metrics.jsonl").read_text() == "1\n2\n"
+    [warning] = caplog.messages
+    assert "was moved or removed while the run goes on" in warning

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from titan.base.errors import LOST_CONNECTION
 from titan.base.run_folder import State, read_status, write_status
 from titan.ops import launch
 
@@ -123,3 +125,22 @@ def test_a_killed_torchrun_is_told_by_its_parent(
         status = read_status(tmp_path)
         assert (status["state"], status["step"]) == (left, 7)
     assert status["reason"] == ""  # pyrefly: ignore[unbound-name]
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "reason"), [(0, "rank 1 (pid 7) was ended by SIGKILL"), (60, "reset")]
+)
+def test_a_killed_rank_outranks_the_reports_of_its_peers(
+    waited_s: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not one that torchrun itself has killed, after half a minute."""
+    write_status(tmp_path, state="failed", exit_code=1, reason="reset", kind=LOST_CONNECTION)
+    later = time.time() + waited_s
+    monkeypatch.setattr(launch.time, "time", lambda: later)
+    failures = {
+        n: SimpleNamespace(pid=6 + n, exitcode=code, timestamp=0)
+        for n, code in ((0, 1), (1, -9))
+    }
+    job = ["train_configs/debug_model.toml", f"--job.dump_folder={tmp_path}"]
+    launch._write_failures(job, failures, num_oom_kills=0)
+    assert read_status(tmp_path)["reason"] == reason

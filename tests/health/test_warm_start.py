@@ -64,8 +64,15 @@ assert warm_start.can_fork() and "OPENBLAS_NUM_THREADS" not in os.environ
 
 
 def run_python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def answer_all() -> None:  # whatever this process ignores
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+
     return subprocess.run(
-        [sys.executable, "-c", program, *words], capture_output=True, text=True
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        preexec_fn=answer_all,
     )
 
 

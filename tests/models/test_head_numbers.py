@@ -14,6 +14,7 @@ from transformers.models.stablelm import modeling_stablelm
 from tests.support import hf_families, hf_sizes
 from tests.support.hf_families import is_equal, job_of, overrides_of
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.config.layout import check_layout
 from titan.contrib.transformers import build_model
 from titan.contrib.transformers.flows import Flows
@@ -34,22 +35,7 @@ def row_with(kind: str, change: dict[str, Any], degrees: dict[str, int]) -> str:
     return row.get("it", str(row))
 
 
-CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
-    # A fused matrix as wide as queries with gates.
-    ("phi3", {"num_key_value_heads": 2}, {"tp": 2}),
-    ("phi3", {"num_key_value_heads": 1}, {"tp": 2}),
-    # One key/value head in layers of full attention, two in the others.
-    ("mimo_v2_flash", {"num_key_value_heads": 1}, {"tp": 2}),
-    # Sinks, with values that are narrower than keys.
-    ("mimo_v2_flash", {"v_head_dim": 8}, {"tp": 2}),
-    # A norm over all channels of one key/value head, which all ranks have.
-    ("olmo2", {"num_key_value_heads": 1}, {"tp": 2}),
-    # Biases that are wider than the heads.
-    ("llama", {"attention_bias": True, "head_dim": 8}, {"tp": 2}),
-    # Code that counts the heads of the whole model: one weight for each head, norms in a list.
-    ("cohere", {"use_qk_norm": True}, {"tp": 2}),
-    ("stablelm", {"qk_layernorm": True}, {"tp": 2}),
-]
+CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = table(__file__, "cases")
 
 
 @pytest.mark.parametrize(("kind", "change", "degrees"), CASES)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.tables import table
 from titan.config.model import family
 from titan.models.llama3 import FLAVORS, LlamaConfig, build_model
 from titan.models.llama3.huggingface import hf_name
@@ -25,27 +26,7 @@ SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)
 # Family and flavor: parameters, theta, and the factor of Llama 3.1's scaling. Counts are those of the published weights (of Qwen3
 # with tied embeddings counted once). Those of the debug models follow from the sizes in TorchTitan 0.2.2: 2 x 2048 x 256 +
 # 6 x 852,480 + 256, and 2048 x 256 + 8 x 3,932,928 + 256.
-PUBLISHED = {
-    "llama3": {
-        "debugmodel": (6_163_712, 500_000, 8),
-        "125M": (123_587_328, 10_000, 0),
-        "350M": (359_842_816, 10_000, 0),
-        "1B": (1_235_814_400, 500_000, 32),
-        "3B": (3_212_749_824, 500_000, 32),
-        "8B": (8_030_261_248, 500_000, 8),
-        "70B": (70_553_706_496, 500_000, 8),
-        "405B": (405_853_388_800, 500_000, 8),
-    },
-    "qwen3": {
-        "debugmodel": (31_987_968, 1_000_000, 0),
-        "0.6B": (596_049_920, 1_000_000, 0),
-        "1.7B": (1_720_574_976, 1_000_000, 0),
-        "4B": (4_022_468_096, 1_000_000, 0),
-        "8B": (8_190_735_360, 1_000_000, 0),
-        "14B": (14_768_307_200, 1_000_000, 0),
-        "32B": (32_762_123_264, 1_000_000, 0),
-    },
-}
+PUBLISHED = table(__file__, "published")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +39,7 @@ def test_published_parameter_counts(name: str, flavor: str) -> None:
         model = package.build_model(config)
     count = sum(p.numel() for p in model.parameters())
     assert count == config.num_params
-    assert (count, config.rope_theta, config.rope_factor) == PUBLISHED[name][flavor]
+    assert [count, config.rope_theta, config.rope_factor] == PUBLISHED[name][flavor]
 
 
 def _transformers_twin(config: LlamaConfig) -> torch.nn.Module:

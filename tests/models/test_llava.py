@@ -156,21 +156,7 @@ def test_sizes() -> None:
     # As published: with the encoder's last block and the norm after it, which the decoder does not read.
     block = 4 * (1024 + 1) * 1024 + 2 * 1024 * 4096 + 1024 + 4096 + 4 * 1024
     assert FLAVORS["7B"].num_params + block + 2 * 1024 == 7_063_427_072
-    published = {
-        "model_type": "llava",
-        "image_token_index": 32_000,
-        "vision_feature_layer": -2,
-        "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32_064},
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 1024,
-            "image_size": 336,
-            "intermediate_size": 4096,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 24,
-            "patch_size": 14,
-        },
-    }
+    published = table(__file__, "published")
     assert read_config(published) == FLAVORS["7B"]
     for name in ("tiny", "13B"):
         with torch.device("meta"):

@@ -406,3 +406,10 @@ def test_quiet_keeps_warnings_and_the_last_step(monkeypatch: pytest.MonkeyPatch)
             "step 10/10  validation loss ",
             "goodput",
         ]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_no_text_steers_the_terminal(is_terminal: bool) -> None:
+    text = f"saved {ESCAPE}]0;owned to ftp://me:secret@host/run"
+    shown = printed(lambda console: console.message(text), is_terminal=is_terminal)
+    assert "saved \\u001b]0;owned to ftp://me:...@host/run" in shown

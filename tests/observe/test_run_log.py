@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,13 @@ def test_odd_rows_do_no_harm(tmp_path: Path) -> None:
 def test_only_rank_0_writes(tmp_path: Path) -> None:
     EventLog(tmp_path, rank=1, step=0).end("done", step=3)
     assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_a_clock_that_is_set_counts_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = EventLog(tmp_path, rank=0, step=0)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3e7)
+    events.begin_steps()
+    assert sum(events.seconds.values()) < 1e6

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan import cli
 from titan.checks.rules import check_to_run, load_to_run
 from titan.config.errors import ConfigError
@@ -147,44 +148,7 @@ def test_a_resumed_run_keeps_its_layout(
 
 @pytest.mark.parametrize(
     ("words", "ranks"),
-    [
-        (["--parallelism.tensor_parallel_degree=2"], 4),
-        (["--parallelism.data_parallel_replicate_degree=2"], 4),
-        (["--parallelism.data_parallel_shard_degree=1"], 2),
-        (
-            ["--parallelism.context_parallel_degree=3", "--training.seq_len=96"],
-            6,
-        ),  # no power of two
-        (["--parallelism.pipeline_parallel_degree=2"], 4),
-        (
-            [
-                "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_schedule=GPipe",
-            ],
-            2,
-        ),
-        (
-            [
-                "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_microbatch_size=2",
-            ],
-            2,
-        ),
-        (["--parallelism.fsdp_reshard_after_forward=always"], 4),
-        (
-            ["--parallelism.fsdp_prefetch=2", "--parallelism.fsdp_reshard_after_forward=never"],
-            4,
-        ),
-        (["--activation_checkpoint.mode=full"], 2),
-        (
-            [
-                "--activation_checkpoint.mode=selective",
-                "--activation_checkpoint.selective_ac_option=3",
-            ],
-            2,
-        ),
-        (["--activation_checkpoint.mode=none"], 2),
-    ],
+    table(__file__, "keys_that_the_job_sets_are_held"),
 )
 def test_keys_that_the_job_sets_are_held(job: Path, words: list[str], ranks: int) -> None:
     argv = [str(job), *words]

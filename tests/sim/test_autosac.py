@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.traces import (
     in_turn,
     job,
@@ -100,18 +101,7 @@ def comparable(events: list[Event]) -> list[Any]:
     ]
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "FSDP2, accumulation": (2, {"training": {"global_batch_size": 16}}),
-    "FSDP2, TP": (4, {"parallelism": {"tensor_parallel_degree": 2}}),
-    "CP": (2, {"parallelism": {"context_parallel_degree": 2}}),
-    "1F1B": (2, {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}}),
-    "Interleaved1F1B": (
-        2,
-        {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}},
-    ),
-    "experts": (2, {"model": {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 4}}, "parallelism": {"expert_parallel_degree": 2}}),
-}  # fmt: skip
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "layouts")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", in_turn(LAYOUTS, slow=["FSDP2, TP", "Interleaved1F1B", "CP"]))

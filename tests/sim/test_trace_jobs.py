@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.traces import (
     events_of,
     in_turn,
@@ -403,16 +404,7 @@ import os; os._exit(0)
 # ---- the host ------------------------------------------------------------------------------------
 
 
-WITHOUT_WAITS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "accumulation": (2, {"training": {"global_batch_size": 32}}),
-    "CP": (2, {"parallelism": {"context_parallel_degree": 2}}),
-    "TP": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
-    "document masks": (1, {"data": {"document_mask": True, "add_eos": True}}),
-    "Muon": (2, {"optimizer": {"name": "Muon"}}),
-    "8-bit Adam": (2, {"optimizer": {"name": "AdamW8bit", "implementation": "for-loop"}}),
-    "PP": (2, {"parallelism": {"pipeline_parallel_degree": 2}}),
-}
+WITHOUT_WAITS: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "without_waits")
 
 
 @pytest.mark.parametrize(("world_size", "sections"), WITHOUT_WAITS.values(), ids=WITHOUT_WAITS)

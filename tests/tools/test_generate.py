@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -22,6 +23,7 @@ from titan.config.schema import TokenizerSection
 from titan.data import DataError
 from titan.data.tokenizer import EOS, build_tokenizer
 from titan.parallel.torch_compat import set_timeout
+from titan.step import train_step
 from titan.tools import answers, generate
 
 TEMPLATE = (
@@ -150,6 +152,30 @@ def test_a_conversation_goes_on(
     said = capsys.readouterr()
     assert said.out.splitlines()[0].strip() == "cat cat" and len(said.out.splitlines()) == 2
     assert f"standard input: message 3 spells the special token {EOS}" in said.err
+
+
+@pytest.mark.parametrize("kind", ["run", "folder"])
+def test_no_memory_is_taken_for_what_a_stranger_claims(
+    kind: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sizes in config.toml or config.json may be any; those of the weights are on disk."""
+    where = shutil.copytree(run if kind == "run" else exported(run), tmp_path / "copy")
+    file = where / ("config.toml" if kind == "run" else "config.json")
+    key, value = (
+        ("n_layers = 2", "n_layers = 3")
+        if kind == "run"
+        else ('hidden_layers": 2', 'hidden_layers": 3')
+    )
+    file.write_text(file.read_text().replace(key, value))
+    monkeypatch.setattr(answers, "materialize", lambda *_, **__: pytest.fail("took memory"))
+    monkeypatch.setattr(train_step, "materialize", answers.materialize)
+    for command in (["generate", "--prompt=a"], ["evaluate", "--tasks=stdlib_choice"]):
+        assert titan([command[0], str(where), *command[1:]]) == 2
+        assert "layers.2" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # two processes that import torch

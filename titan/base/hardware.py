@@ -11,6 +11,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -26,6 +27,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from titan.base.untrusted import InputError
+
+PROCESS_BYTES = 2**28
+"""Memory of a process that has imported torch and titan, measured at 0.2 GiB."""
 MARGIN = 0.1
 """Share of a device's memory that a job must leave free to "fit". Predictions of memory are off by a few percent, and
 other needs (uneven routing, a longer validation, a neighbour's process) take room."""
@@ -96,6 +101,41 @@ def by_name(name: str) -> Hardware:
         known = ", ".join(row.name for row in HARDWARE)
         raise ValueError(f"hardware.name: no profile {name!r}; there are: {known}")
     return row
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, which a container or a Slurm job may limit."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def fitting_processes() -> float:
+    """Return the number of processes with torch that the free memory of this machine, and of its container, holds."""
+    room = [math.inf]
+    with suppress(OSError):
+        text = Path("/proc/meminfo").read_text()
+        room += [1024 * int(n) for n in re.findall(r"MemAvailable: *(\d+)", text)]
+    with suppress(OSError, ValueError):  # "max": no limit
+        names = ("max", "current", "stat")
+        most, now, stat = (Path(f"/sys/fs/cgroup/memory.{n}").read_text() for n in names)
+        # Pages of files are given away before a process is killed.
+        room.append(int(most) - int(now) + int(re.findall(r"inactive_file (\d+)", stat)[0]))
+    return min(room) // PROCESS_BYTES
+
+
+def require_memory(option: str, count: int) -> None:
+    """Check that the free memory holds further processes that import torch.
+
+    Args:
+        option: option that asks for them.
+        count: number of processes.
+
+    Raises:
+        InputError: it holds fewer.
+    """
+    if count > (fit := fitting_processes()):
+        need = f"{count} processes take {count * PROCESS_BYTES / 2**30:,.1f} GiB of memory"
+        raise InputError(f"{option} {count}: {need}; here {fit:.0f} fit")
 
 
 def count_accelerators() -> int:

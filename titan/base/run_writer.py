@@ -157,6 +157,9 @@ class RunFiles:
         self._lost: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}  # of the files whose last write failed
         self._told: set[str] = set()
+        # Whole files of this run, and the folder that has them.
+        self._whole: dict[str, str] = {}
+        self._place = 0
 
     def replace(
         self, name: str, text: str, *, durable: bool = False, last: bool = False
@@ -169,7 +172,7 @@ class RunFiles:
             durable: as for `write_text_atomically`.
             last: whether no later write will try again. Then any error is retried.
         """
-        self._texts[name] = text
+        self._texts[name] = self._whole[name] = text
         path, data = self.folder / name, text.encode(errors="backslashreplace")
 
         def write() -> None:
@@ -218,6 +221,7 @@ class RunFiles:
         Returns:
             Whether it worked.
         """
+        self._follow_folder()
         pauses_s = _LAST_PAUSES_S if last else () if name in self._reasons else _PAUSES_S
         try:
             retry(action, pauses_s=pauses_s, of_any=last)
@@ -272,8 +276,27 @@ class RunFiles:
             _LOG.warning(text + reasons.get(name, ""))
         for name in [*self._descriptors]:
             self._close(name)
-        for state in (self._lines, self._texts, self._lost, self._reasons, self._told):
+        for state in (
+            self._lines,
+            self._texts,
+            self._lost,
+            self._reasons,
+            self._told,
+            self._whole,
+        ):
             state.clear()
+
+    def _follow_folder(self) -> None:
+        """Write the whole files again if somebody has moved or removed the folder, which later lines make again."""
+        before, self._place = self._place, 0
+        with suppress(OSError):
+            self._place = self.folder.stat().st_ino
+        if before not in (0, self._place) and "config.toml" in self._whole:
+            _LOG.warning(
+                f"{self.folder} was moved or removed while the run goes on; it is made again, and holds what follows"
+            )
+            for name, text in [*self._whole.items()]:
+                self.replace(name, text)
 
     def _warn(self, name: str, reason: str) -> None:
         self._reasons[name] = reason

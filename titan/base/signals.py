@@ -33,6 +33,7 @@ for _number in (signal.SIGHUP, signal.SIGXCPU):
 ASKING = signal.SIGUSR2  # "where are you?"; the run goes on
 _REPORT_S = 5  # limit of a last report: the disk may hang
 _PR_SET_PDEATHSIG = 1
+LAUNCHER = "TITANLAUNCHER"  # process id of the process that started this one
 
 
 class StopRequest:
@@ -162,14 +163,26 @@ def for_agent(code: int) -> int:
     return EXIT_DONE if has_agent() and restarts else code
 
 
+def child_environment() -> dict[str, str]:
+    """Return the environment for a command of titan that ends with this process (`die_with_launcher`)."""
+    return os.environ | {LAUNCHER: str(os.getpid())}
+
+
+def die_with_launcher() -> None:
+    """Call `die_with_parent` if titan or torchrun has started this process."""
+    if LAUNCHER in os.environ or has_agent():
+        die_with_parent()
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies. Linux only.
 
     A rank that outlived its agent would train on, and save, while another run takes its place.
     """
+    # Removed, since programs that this process starts have another parent.
+    parent = int(os.environ.pop(LAUNCHER, os.getppid()))
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before prctl
         os._exit(EXIT_FAILED)

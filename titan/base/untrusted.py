@@ -38,6 +38,7 @@ _UNPRINTABLE = re.compile(
 )
 
 
+_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s]*@")
 # As above, without line ends, tabs and the invisible characters that scripts and emoji need.
 _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff]"
@@ -65,7 +66,21 @@ def printable(text: str, limit: int = 0) -> str:
     # Cut before escaping: the result may be longer, but the scanned text is bounded.
     if limit and len(text) > limit:
         text = f"{text[: limit - 4]} ..."
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", without_passwords(text))
+
+
+def without_passwords(text: str) -> str:
+    """Return a text with "..." for each password in a URL."""
+    return _PASSWORD.sub(r"\1:...@", text)
+
+
+def harmless(text: str, allowed: str = "") -> str:
+    """Return a text for a terminal without passwords, in which characters that could steer it are escaped."""
+
+    def escape(match: re.Match[str]) -> str:
+        return match[0] if match[0] in allowed else printable(match[0])
+
+    return _STEERS.sub(escape, without_passwords(text))
 
 
 class PrintableStream:
@@ -78,15 +93,12 @@ class PrintableStream:
         self._stream, self._allowed = stream, allowed
 
     def write(self, text: str) -> int:
-        self._stream.write(_STEERS.sub(self._escape, text))
+        self._stream.write(harmless(text, self._allowed))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
-
-    def _escape(self, match: re.Match[str]) -> str:
-        return match[0] if match[0] in self._allowed else printable(match[0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -112,6 +124,22 @@ def retry(
                 raise
         time.sleep(pause_s)
     return action()
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename atomically, again after errors that may pass. A file server may report an error of a rename that it has done."""
+    errors: list[OSError] = []
+
+    def move() -> None:
+        try:
+            old.replace(new)
+        except OSError as error:
+            is_done = bool(errors) and is_there(new) and not is_there(old)
+            errors.append(error)
+            if not is_done:
+                raise
+
+    retry(move)
 
 
 def is_lost(error: OSError) -> bool:

@@ -43,14 +43,17 @@ def require_known(text: bytes, *, file: Location, is_first: bool = True) -> None
     number = int(found[1]) if found else FORMAT
     if number <= FORMAT or number in _NEVER:
         return
+    raise newer(file, f"format {number}")
+
+
+def newer(file: Location, by: str) -> CheckpointError:
+    """Return the error about a file of a newer titan, which is known by its format or its fields, `by`."""
     manifest = b""
     with suppress(OSError, InputError):
         manifest = read_file(join(folder_of(file), "manifest.json"))
-    version = _TITAN.search(manifest)
-    by = f"format {number}" + (
-        f", titan {version[1].decode(errors='replace')}" if version else ""
-    )
-    raise CheckpointError(
+    if version := _TITAN.search(manifest):
+        by += f", titan {version[1].decode(errors='replace')}"
+    return CheckpointError(
         f"{file}: was written by a newer titan ({by}); this titan knows format {FORMAT}. Use that titan, or a newer one",
         kind=NEWER,
     )

@@ -22,15 +22,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from titan.base.untrusted import Count, InputError, parse_json
+from pydantic import Field
+
+from titan.base.untrusted import Count, Finite, InputError, parse_json
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.formats import LOST, NEWER, require_known, unreadable
 from titan.checkpoint.manifest import TITAN_JSON, list_steps
-from titan.checkpoint.storage import Location, as_location, join, read_file
+from titan.checkpoint.storage import Location, as_location, join, name_of, read_file
 from titan.config import schema as s
-from titan.config.errors import ConfigError, key_text
+from titan.config.errors import key_text
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import JobConfig, streams
 from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
@@ -59,6 +61,14 @@ class _Text:
 
 
 @dataclass
+class _Place:
+    """Place in the data."""
+
+    position: Count = 0
+    skipped: list[tuple[Count, Count]] = field(default_factory=list)
+
+
+@dataclass
 class _Saved:
     """Fields of titan.json that titan reads, with the types to check."""
 
@@ -68,8 +78,10 @@ class _Saved:
     config: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     text: _Text = field(default_factory=_Text)
-    data: dict[str, Any] = field(default_factory=dict)
-    recovery: dict[str, Any] = field(default_factory=dict)
+    data: _Place = field(default_factory=_Place)
+    recovery: dict[str, list[Finite] | Count] = field(default_factory=dict)
+    loss_scale: dict[str, Annotated[Finite, Field(ge=0)]] = field(default_factory=dict)
+    sequences_per_step: Annotated[int, Field(ge=1)] = 1
 
 
 def read_metadata(path: Location, *required: str) -> dict[str, Any]:
@@ -86,8 +98,10 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
     try:
         text = read_file(name)
         require_known(text, file=name)
-        parse_json(text, _Saved, name=name)
+        step = parse_json(text, _Saved, name=name).step
         content = parse_json(text, dict[str, Any], name=name)
+        if name_of(path)[:5] == "step-" and name_of(path) != f"step-{step}":
+            raise InputError(f"{name}: belongs to step {step}")
     except OSError as error:
         raise unreadable(name, error) from error
     except CheckpointError:
@@ -197,26 +211,14 @@ def changed_model(
     """Compare a step's model with the job's model.
 
     Args:
-        saved: the step's titan.json. Steps of an older titan have no facts in it, but a config.
+        saved: the step's titan.json.
         config: the job.
         of_training: compare the sizes that matter only for training, in place of the sizes that decide what the model computes.
 
     Returns:
         The old and the new value of each key that differs.
     """
-    before = saved.get("model")
-    if not before:
-        try:
-            old = tomllib.loads(saved["config"])
-            model = {
-                k: v for k, v in old["model"].items() if k in ("name", "flavor", "overrides")
-            }
-            tables = {"model": model, "task": old.get("task", {})}
-            before = job_facts(JobConfig.model_validate(tables))
-        # The step has no config, or it is from a titan with other keys, or from a package that is gone.
-        except (ConfigError, ValueError, LookupError, TypeError, AttributeError):
-            return {}
-    now = job_facts(config)
+    before, now = saved.get("model") or {}, job_facts(config)
     # Another version of titan has other facts.
     shared = before.keys() & now.keys()
     found = {key: pair for key, pair in differing(before, now).items() if key in shared}

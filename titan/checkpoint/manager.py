@@ -37,7 +37,7 @@ from titan.checkpoint.state import (
     rng_state,
 )
 from titan.checkpoint.storage import Location, as_location, join, storage_of
-from titan.checkpoint.tensors import StateDict, load, reason, stored_shapes
+from titan.checkpoint.tensors import StateDict, load, reason, require_shapes, stored_shapes
 from titan.config.schema import CheckpointSection
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "read_metadata",
+    "require_shapes",
     "rng_state",
     "stored_shapes",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
@@ -32,6 +33,7 @@ from titan.checkpoint import CheckpointError, tensor_index
 from titan.checkpoint.formats import (
     DAMAGED,
     LOST,
+    newer,
     require_known,
     require_known_file,
     unreadable,
@@ -64,7 +66,7 @@ class Manifest:
         format: version of the format.
         block_bytes: bytes of a block.
         hash: hash of all other fields.
-        titan: version of titan that wrote the step; empty in older steps.
+        titan: version of titan that wrote the step.
         torch: version of torch that wrote it.
     """
 
@@ -176,10 +178,11 @@ class HashingStream:
 
 def render(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest.json, with its hash."""
-    body = {name: value for name, value in asdict(manifest).items() if name != "hash"}
-    for name in ("titan", "torch"):
-        if not body[name]:  # of a step without versions
-            del body[name]
+    return _sealed({name: value for name, value in asdict(manifest).items() if name != "hash"})
+
+
+def _sealed(body: dict[str, Any]) -> bytes:
+    """Return the bytes of these fields with their hash."""
     digest = xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps(body | {"hash": digest}, indent=1, sort_keys=True) + "\n").encode()
 
@@ -202,13 +205,19 @@ def read_manifest(folder: Location) -> Manifest:
     where = join(folder, NAME)
     text = read_file(where)
     require_known(text, file=where, is_first=False)
-    manifest = parse_json(text, Manifest, name=where, values=_MAX_VALUES)
-    # Require names without a path, the right number of blocks for each size, and exactly the bytes that `render` writes.
-    fits = all(
+    body = parse_json(text, dict[str, Any], name=where, values=_MAX_VALUES)
+    is_whole = bool(body.pop("hash", "")) and _sealed(body) == text
+    manifest = None
+    with suppress(InputError):
+        manifest = parse_json(text, Manifest, name=where, values=_MAX_VALUES)
+    if is_whole and (manifest is None or render(manifest) != text):
+        # Fields that this titan does not write are no damage.
+        raise newer(where, "with other fields")
+    # Require the right hash, names without a path, and the right number of blocks for each size.
+    if not (is_whole and manifest and manifest.block_bytes == BLOCK_BYTES) or not all(
         is_plain_name(name) and len(entry.blocks) == ceil(entry.bytes / BLOCK_BYTES)
         for name, entry in manifest.files.items()
-    )
-    if not fits or manifest.block_bytes != BLOCK_BYTES or render(manifest) != text:
+    ):
         raise InputError(f"{where}: is not what was saved")
     return manifest
 

@@ -32,6 +32,14 @@ class ModelFolders(Protocol):
         """Return the model of a family with these sizes, for `load`."""
         ...
 
+    def check(self, folder: Path, model: Any) -> object:
+        """Check that a folder has exactly this model, without its weights.
+
+        Raises:
+            CheckpointError: it has another one.
+        """
+        ...
+
     def load(self, folder: Path, state: Any, *, model: Any, group: Any) -> list[str]:
         """Fill the tensors "model.<parameter>" of `state`. All ranks call this together.
 

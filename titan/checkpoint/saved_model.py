@@ -218,7 +218,13 @@ def require_average(step: Location) -> None:
 
 
 def load_weights(
-    step: Location, parts: Sequence[nn.Module], *, name: str, sizes: Any, average: bool = False
+    step: Location,
+    parts: Sequence[nn.Module],
+    *,
+    name: str,
+    sizes: Any,
+    average: bool = False,
+    only_check: bool = False,
 ) -> None:
     """Load the weights of a step or a Hugging Face folder into a model.
 
@@ -228,13 +234,21 @@ def load_weights(
         name: name of the model's family.
         sizes: sizes of the model.
         average: whether to load the average of the weights (`require_average`).
+        only_check: compare names and shapes alone, before the weights of a model on the meta device take memory.
+
+    Raises:
+        CheckpointError: it has other weights.
     """
     from titan.checkpoint.commit import CheckpointGroup
-    from titan.checkpoint.manager import load, model_state
+    from titan.checkpoint.manager import load, model_state, require_shapes
 
     state = model_state(parts, average=average)
     if isinstance(step, Path) and is_hf_folder(step):
         folders = model_folders()
-        folders.load(step, state, model=folders.model_of(name, sizes), group=CheckpointGroup())
+        model = folders.model_of(name, sizes)
+        if only_check:
+            folders.check(step, model)
+        else:
+            folders.load(step, state, model=model, group=CheckpointGroup())
     else:
-        load(step, state)
+        (require_shapes if only_check else load)(step, state)

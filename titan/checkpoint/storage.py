@@ -14,7 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from titan.base.untrusted import MAX_BYTES, is_lost, open_regular, read_stream, retry
+from titan.base.untrusted import (
+    MAX_BYTES,
+    is_lost,
+    open_regular,
+    printable,
+    read_stream,
+    rename,
+    retry,
+    without_passwords,
+)
 from titan.checkpoint import CheckpointError
 
 # File systems of fsspec that wrap another file system or read an archive. They may write copies on this machine.
@@ -63,6 +72,9 @@ def unusable(url: str) -> str:
     from fsspec import get_filesystem_class  # slow to import, and only URLs need it
 
     scheme = url.split("://", 1)[0]
+    if without_passwords(url) != url:
+        names = f"FSSPEC_{scheme.upper()}_PASSWORD"
+        return f"has a password, which would stand in the run's files; leave it out, and set {names}, or the store's own variables, such as AWS_SECRET_ACCESS_KEY"
     if "::" in url or scheme in _WRAPPERS:
         return "chained and wrapped file systems are not used; name the folder itself"
     try:
@@ -153,7 +165,7 @@ class LocalStorage:
 
     def rename(self, old: Location, new: Location) -> None:
         """Rename atomically. The new name is durable when this returns."""
-        Path(old).rename(new)
+        rename(Path(old), Path(new))
         self.fsync_folder(Path(new).parent)
 
     def fsync(self, stream: IO[bytes]) -> None:
@@ -163,12 +175,16 @@ class LocalStorage:
 
     def fsync_folder(self, folder: Location) -> None:
         """Wait until the names in a folder are on disk."""
-        # A new name is an entry of its folder, which must reach the disk, too.
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+        def sync() -> None:
+            # A new name is an entry of its folder, which must reach the disk, too.
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+        retry(sync)
 
     def write(self, location: Location, data: bytes) -> None:
         """Write a file, and wait until it is on disk."""
@@ -184,7 +200,7 @@ class RemoteStorage(LocalStorage):
 
     def __init__(self, url: str) -> None:
         if reason := unusable(url):
-            raise CheckpointError(f"{url}: {reason}")
+            raise CheckpointError(printable(f"{url}: {reason}"))
         import fsspec  # torch requires it; a scheme may need another package, which its message names
 
         try:

@@ -229,15 +229,11 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (entry.size, entry.properties.dtype) for name, entry in entries.items()}
 
 
-def load(location: Location, state: StateDict) -> None:
-    """Fill the tensors of `state`, in any layout, from a checkpoint. All ranks call this together.
-
-    Args:
-        location: folder of the step.
-        state: tensors to fill, by name.
+def require_shapes(location: Location, state: StateDict) -> Metadata:
+    """Check that a checkpoint has tensors of the shapes of these. Return its metadata.
 
     Raises:
-        CheckpointError: tensors are missing or have another shape, or a file is refused. The message names them.
+        CheckpointError: tensors are missing or have another shape. The message names them.
     """
     metadata = read_metadata(location)
     stored = _shapes(metadata)
@@ -257,6 +253,20 @@ def load(location: Location, state: StateDict) -> None:
             f"{location} holds other shapes: {some(other)}: saved from another model?",
             kind="checkpoint_differs",
         )
+    return metadata
+
+
+def load(location: Location, state: StateDict) -> None:
+    """Fill the tensors of `state`, in any layout, from a checkpoint. All ranks call this together.
+
+    Args:
+        location: folder of the step.
+        state: tensors to fill, by name.
+
+    Raises:
+        CheckpointError: tensors are missing or have another shape, or a file is refused. The message names them.
+    """
+    metadata = require_shapes(location, state)
     cause, failure, is_gone = None, "", False
 
     def read() -> None:

@@ -147,7 +147,8 @@ def key_text(path: Iterable[str | int]) -> str:
 
 def parent(key: str) -> str:
     """Return the key of the table or list that contains `key`, or "" at the top."""
-    return re.sub(r'(^|\.)("[^"]*"|[^.\[\]"]*)$|\[\d+\]$', "", key)
+    found = re.sub(r'(^|\.)("[^"]*"|[^.\[\]"]*)$|\[\d+\]$', "", key)
+    return found if found != key else ""  # a name with a bracket is no key
 
 
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:

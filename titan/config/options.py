@@ -181,12 +181,14 @@ def put_json(data: object, target: str | None, *, indent: int | None = 2) -> boo
     return target == "-"
 
 
-def whole(text: str, least: int = 0) -> int:
+def whole(text: str, least: int = 0, digits: int = 6) -> int:
     """Parse an option's whole number. argparse reports the error with the option's name."""
     is_number = re.fullmatch(r"\d+", text, re.ASCII)
     # int() takes seconds for a million digits, and Python refuses more than 4300.
-    if is_number and len(text) > 6:
-        raise argparse.ArgumentTypeError(f"expected less than a million, got {text[:40]!r}")
+    if is_number and len(text) > digits:
+        raise argparse.ArgumentTypeError(
+            f"expected less than {10**digits:,}, got {text[:40]!r}"
+        )
     if not is_number or int(text) < least:
         at_least = f" of at least {least}" if least else ""
         raise argparse.ArgumentTypeError(

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from titan.base.untrusted import rename
 from titan.data.cache import cache_entry, exclusive
 from titan.data.order import derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
@@ -69,7 +70,7 @@ class BestFitSamples(ShardSamples):
                 )
                 with temporary_name(file).open("wb") as opened:
                     np.save(opened, plan)
-                temporary_name(file).replace(file)
+                rename(temporary_name(file), file)
         return np.load(file, mmap_mode="r").view(np.ndarray)
 
     def _row(self, place: int, epoch: int) -> np.ndarray:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titan.base.hardware import usable_cores
+from titan.base.untrusted import printable
 from titan.config.options import is_quiet
 from titan.data import DataError, default_cache_folder
 from titan.data.shards import INDEX
@@ -68,7 +69,7 @@ def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder:
     # Complete entries are found without a lock.
     if not (folder / INDEX).is_file():
         is_long = (documents.num_bytes or 0) > _SHORT_BYTES
-        title = f"tokenizing {documents.name} into the cache, once"
+        title = printable(f"tokenizing {documents.name} into the cache, once")
         # Under the lock, write_shards looks again: another process may have finished meanwhile.
         with exclusive(folder):
             if is_long and not (folder / INDEX).is_file() and not is_quiet():
@@ -86,15 +87,6 @@ def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder:
     return folder
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use, which a container or a Slurm job may limit."""
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-
-
 @contextmanager
 def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress], None]]:
     """Yield a function that shows progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
@@ -102,8 +94,8 @@ def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress]
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console, title = Console(stderr=True), printable(title)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     is_bar = console.is_terminal and not (console.no_color or is_quiet())
     with Bar(*columns, console=console, disable=not is_bar) as bar:
         task = bar.add_task(title, total=documents.num_bytes)

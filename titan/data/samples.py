@@ -215,7 +215,7 @@ def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:
     index = shards.index
     marks = {index.bos_id, index.eos_id} <= {tokenizer.bos_id, tokenizer.eos_id, None}
     expected = text_fingerprint(tokenizer, has_chats=index.kinds)
-    if index.fingerprint not in (expected, tokenizer.file_fingerprint) or not marks:
+    if index.fingerprint != expected or not marks:
         raise DataError(
             f"'{shards.folder}' was tokenized with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
             f"{index.fingerprint}) than this job's ({tokenizer.kind}, {tokenizer.vocab_size} ids, "

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,7 +24,7 @@ from pydantic import (
     field_validator,
 )
 
-from titan.base.untrusted import InputError, read_json
+from titan.base.untrusted import InputError, read_json, rename
 from titan.data import DataError
 from titan.data.special_tokens import SpecialTokens, without_kind
 from titan.data.unread import Counts
@@ -143,7 +142,7 @@ def write_index(file: Path, index: BaseModel) -> None:
         opened.write(index.model_dump_json(indent=1, exclude=left_out))
         opened.flush()
         os.fsync(opened.fileno())
-    temporary.replace(file)
+    rename(temporary, file)
 
 
 def read_index(file: Path) -> Index:
@@ -164,15 +163,15 @@ def read_index(file: Path) -> Index:
         return read_json(file, Index, limit=_MAX_INDEX_BYTES, values=_MAX_INDEX_VALUES)
     except InputError as error:
         raise DataError(
-            f"{error}; prepare the folder again with this version of titan"
+            f"{error}; prepare the folder again with this version of titan, or use the one that wrote it"
         ) from error
 
 
-def require_key(found: str, keys: Collection[str], folder: Path) -> None:
+def require_key(found: str, key: str, folder: Path) -> None:
     """Check that a folder has been written from the same text, with the same options."""
-    if found not in keys:
+    if found != key:
         raise DataError(
-            f"'{folder}' holds shards of other text, another tokenizer or other options, or conversations that an older titan wrote; "
+            f"'{folder}' holds shards of other text, another tokenizer or other options; "
             "choose another folder or delete this one"
         )
 

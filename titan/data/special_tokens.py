@@ -74,8 +74,6 @@ class Tokenizer(ABC):
     """Jinja text that turns conversations into text (chat.py). Empty if there is none."""
     unread: Sequence[str] = ()
     """A line for each file with keys that nothing read."""
-    file_fingerprint: str = ""
-    """Hash of the file and of the begin and end ids, which older versions kept in place of `fingerprint`."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -12,6 +12,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError, require
 from titan.data import tokenizer_files as beside
 from titan.data.reading import pieces
-from titan.data.special_tokens import Tokenizer, fingerprint
+from titan.data.special_tokens import Tokenizer
 from titan.data.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -61,7 +62,6 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id = self.eos_id = None
         self.token_texts, self.begin_ids, self.end_ids = {}, [], set()
         self.name_tokens(**{which: name for which, name in _MARKS.items() if name in specials})
-        self.file_fingerprint = fingerprint(kind, source, pattern, *specials)
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
@@ -134,7 +134,6 @@ class HuggingFaceTokenizer(Tokenizer):
             for which, number in (("bos", self.bos_id), ("eos", self.eos_id))
             if number in self._names
         } | beside.token_texts(path.parent)
-        self.file_fingerprint = fingerprint(self.kind, content, self.bos_id, self.eos_id)
         self.unread = beside.unread_beside(path.parent)
         self.file = path
 
@@ -178,7 +177,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _ids(self, text: str) -> list[int]:
         # The library releases the interpreter's lock only for batches.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with _naming_panics(self.file):
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @cached_property
     def _joins(self) -> bool:
@@ -187,7 +187,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return all(self._ids(a) + self._ids(b) == self._ids(a + b) for a, b in cuts)
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self._recognising.encode(text, add_special_tokens=False)
+        with _naming_panics(self.file):
+            encoding = self._recognising.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @cached_property
@@ -212,6 +213,20 @@ class HuggingFaceTokenizer(Tokenizer):
             return bytes([int(name[3:5], 16)])
         # SentencePiece spells a space as U+2581.
         return name.replace("▁", " ").encode()
+
+
+@contextmanager
+def _naming_panics(file: Path | None) -> Iterator[None]:
+    """Raise DataError for a panic of the library, such as that of a pattern with too many ways to match."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        why = printable(str(error), 200)
+        raise DataError(
+            f"tokenizer {file}: its pattern or model fails on a text: {why}"
+        ) from error
 
 
 def bytes_tokenizer() -> Tokenizer:

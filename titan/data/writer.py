@@ -33,6 +33,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from titan.base.signals import die_with_parent
+from titan.base.untrusted import rename
 from titan.data import DataError
 from titan.data.reading import Document, pieces_of
 from titan.data.shards import (
@@ -92,10 +94,9 @@ class TokenizationSpec:
         """Return the split that a document belongs to."""
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
-    def key(self, documents: Documents, *, shard_tokens: int, is_older: bool = False) -> str:
-        """Return a hash of everything that the shards depend on, or that which an older titan had: it hashed the tokenizer's file."""
+    def key(self, documents: Documents, *, shard_tokens: int) -> str:
+        """Return a hash of everything that the shards depend on."""
         ids = text_fingerprint(self.tokenizer, has_chats=self.template is not None)
-        ids = self.tokenizer.file_fingerprint if is_older else ids
         # Since rows have tools and weights, too.
         more = [self.template.source, 2] if self.template else []
         parts = [FORMAT, documents.identity, ids, asdict(self.special_tokens), *more]
@@ -136,7 +137,7 @@ class SplitWriter:
         self._closed = index.splits[split]
         self._file: BinaryIO | None = None
         self._shard = index.open.get(split, Shard(file=f"{split}-00000.bin"))
-        # progress.json of an earlier titan has no open shards. Then the last closed shard counts.
+        # Without an open shard, the last closed one counts.
         last = self._shard if split in index.open else [self._shard, *self._closed][-1]
         self.done: ReadPosition = (last.documents_read, last.pieces_read)
         if self._shard.tokens:
@@ -171,7 +172,7 @@ class SplitWriter:
         self._closed.append(self.written(read))
         self._file.close()
         self._file, path = None, self._folder / self._shard.file
-        unfinished_name(path).replace(path)
+        rename(unfinished_name(path), path)
         self._shard = Shard(file=path.name)
 
     def written(self, read: ReadPosition) -> Shard:
@@ -252,15 +253,11 @@ def open_index(
     folder: Path, documents: Documents, *, spec: TokenizationSpec, shard_tokens: int
 ) -> Index:
     """Return the index of a complete folder, of an interrupted run, or an empty index."""
-    keys = [
-        spec.key(documents, shard_tokens=shard_tokens, is_older=old) for old in (False, True)
-    ]
+    key = spec.key(documents, shard_tokens=shard_tokens)
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
-            # An older titan did not add the tokens that only tokenizer_config.json has.
-            knows_all = index.vocab_size == spec.tokenizer.vocab_size
-            require_key(index.key, keys if knows_all else keys[:1], folder)
+            require_key(index.key, key, folder)
             size = np.dtype(index.dtype).itemsize
             for shard in index.open.values():
                 path = unfinished_name(folder / shard.file)
@@ -271,7 +268,7 @@ def open_index(
                     index.open, index.place = {}, []
             return index
     return Index(
-        key=keys[0],
+        key=key,
         tokenizer=spec.tokenizer.kind,
         fingerprint=text_fingerprint(spec.tokenizer, has_chats=spec.template is not None),
         vocab_size=spec.tokenizer.vocab_size,
@@ -368,15 +365,17 @@ def encode_all(
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     encode = partial(encode_documents, spec=spec)
     # With workers, each thread below only waits for a worker.
-    started = [_Worker(spec) for _ in range(workers)] if workers > 1 else []
-    if started:
-        for worker in started:
-            idle.put(worker)
+    started: list[_Worker] = []
+    if workers > 1:
         encode = partial(_encode_in_any, idle)
     pool = ThreadPoolExecutor(num_tasks)
     pending: deque[tuple[list[Piece], Future[list[EncodedPiece]]]] = deque()
     try:
         for chunk in chunks:
+            # A short text needs few. Here, since a worker ends with the thread that starts it.
+            if len(started) < workers > 1:
+                started.append(_Worker(spec))
+                idle.put(started[-1])
             pending.append((chunk, pool.submit(encode, chunk)))
             # Take the oldest chunk first: the queue is bounded, and keeps the order.
             while pending and (len(pending) >= 3 * num_tasks or pending[0][1].done()):
@@ -387,8 +386,7 @@ def encode_all(
             yield oldest, future.result()
     except WorkerDied as error:
         raise DataError(
-            f"a tokenizing process died ({error}), perhaps because memory ran out; run the same command again to "
-            f"continue, with fewer than {workers} workers if it repeats"
+            f"a tokenizing process {error}; run the same command again to continue"
         ) from error
     finally:
         # Stop the threads first, since they may wait for a worker's answer, then the workers.
@@ -426,7 +424,7 @@ class _Worker:
             self._send(chunk)
             answer = pickle.load(self._process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise WorkerDied(f"exit code {self._process.wait()}") from error
+            raise WorkerDied(_describe_end(self._process.wait())) from error
         if isinstance(answer, DataError):
             raise answer
         return answer
@@ -438,6 +436,17 @@ class _Worker:
             self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
+
+
+def _describe_end(code: int) -> str:
+    """Return how a worker with this exit code ended."""
+    if code == -signal.SIGKILL:
+        return "was killed, perhaps because memory ran out (then give fewer --workers)"
+    return (
+        f"ended by {signal.Signals(-code).name}"
+        if code < 0
+        else f"failed with exit code {code}, and says why above"
+    )
 
 
 def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[Piece]) -> list[EncodedPiece]:
@@ -452,6 +461,7 @@ def work() -> None:
     """Tokenize the chunks that arrive on standard input, in a worker process, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library's prints must not mix with the answers
     spec: TokenizationSpec = pickle.load(sys.stdin.buffer)

@@ -16,6 +16,7 @@ from . import hf_model
 from .export import Export, no_routing_bias
 from .export import export_state as save
 from .hf_model import HFModel, hooks_of
+from .load import check_folder as check
 from .load import (
     load,
     model_keys,
@@ -24,7 +25,16 @@ from .load import (
     require_weights_for,
 )
 
-__all__ = ["describe", "job_keys", "load", "model_of", "num_positions", "save", "unread_keys"]
+__all__ = [
+    "check",
+    "describe",
+    "job_keys",
+    "load",
+    "model_of",
+    "num_positions",
+    "save",
+    "unread_keys",
+]
 
 model_of = HFModel.of
 

@@ -98,7 +98,6 @@ COLUMNS: dict[str, Column] = {
     # Only rows of steps that validate have these. Readers find such rows by them.
     "validation_loss": Column("loss/validation", always=False),
     "bits_per_byte": Column("loss/validation_bits_per_byte", always=False),
-    "unigram_bits_per_byte": Column(always=False),
 }
 
 

@@ -13,15 +13,18 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.text import Text
 
+from titan.base.untrusted import harmless
 from titan.config.options import is_quiet
 from titan.config.schema import MetricsSection
 from titan.observe.columns import COLUMNS, duration
@@ -49,7 +52,11 @@ class _Column:
 
 
 class _Console(RichConsole):
-    """Console that outlives the reader of its pipe, as of `titan train ... | tee log`."""
+    """Console that outlives the reader of its pipe, as of `titan train ... | tee log`, and that no text can steer."""
+
+    def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+        for segment in super().render(*args, **options):
+            yield segment if segment.control else segment._replace(text=harmless(segment.text))
 
     def on_broken_pipe(self) -> None:
         # rich would end the process.
@@ -148,10 +155,6 @@ class Console(logging.Handler):
         ]
         if row.get("bits_per_byte") is not None:
             columns.append(_Column(f"{row['bits_per_byte']:.4f} bits/byte", style="green"))
-        if row.get("unigram_bits_per_byte") is not None:
-            columns.append(
-                _Column(f"(byte frequencies alone: {row['unigram_bits_per_byte']:.4f})")
-            )
         self._print_columns(*columns, always=row["step"] == self._total_steps)
 
     def message(self, text: str, *, always: bool = False) -> None:

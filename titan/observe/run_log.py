@@ -87,7 +87,7 @@ class EventLog:
         rank: this rank.
         step: step that this start continues from, 0 for a fresh run.
         started_unix_s: start time of the process; None: read from /proc.
-        clock: returns the present time.
+        clock: returns the present time; None: the wall clock of now, which later changes of it do not move.
         facts: more fields of the first event.
     """
 
@@ -98,9 +98,12 @@ class EventLog:
         rank: int,
         step: int,
         started_unix_s: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         **facts: Any,
     ) -> None:
+        if clock is None:
+            begin_s = time.time() - time.monotonic()
+            clock = lambda: begin_s + time.monotonic()  # noqa: E731
         self.path, self.clock, self._files = run_dir / EVENTS, clock, run_files(run_dir)
         self.is_on, self.restarts, self.lost_steps = rank == 0, 0, 0
         self.seconds: Seconds = dict.fromkeys(PARTS, 0.0)

@@ -18,12 +18,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from titan.base.errors import COMMUNICATION
+from titan.base.hardware import require_memory, usable_cores
 from titan.base.run_folder import read_status, write_status
 from titan.base.run_writer import run_files
 from titan.base.signals import (
@@ -32,6 +35,7 @@ from titan.base.signals import (
     EXIT_STOPPED,
     EXIT_USER_ERROR,
     STOPPING,
+    child_environment,
     die_with_parent,
 )
 from titan.config.options import is_quiet
@@ -42,6 +46,7 @@ from .activity import count_oom_kills
 # Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (*STOPPING, ASKING)
+_PATIENCE_S = 20  # torchrun sends SIGKILL 30 s after SIGTERM
 
 
 def launch(
@@ -143,6 +148,7 @@ def torchrun(argv: Sequence[str]) -> int:
         0; 2 or 75 if all failed ranks ended with that code; otherwise 1.
     """
     die_with_parent()
+    os.environ |= child_environment()  # for the ranks
     logging.disable(logging.ERROR)  # torchrun's account of a failed rank
     oom_kills_before = count_oom_kills()
     # torchrun would replace nohup's setting by a handler that ends the run.
@@ -215,6 +221,10 @@ def _write_failures(
     faults = {
         rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS
     }
+    # So does SIGKILL, unless torchrun has waited for that rank first.
+    is_late = time.time() - (status.get("unix_s") or 0) > _PATIENCE_S
+    if status.get("kind") in COMMUNICATION and not is_late:
+        faults |= {r: f for r, f in failures.items() if -f.exitcode == signal.SIGKILL}
     # The monitor has ended silent ranks. A rank may crash while it writes its stacks.
     if status.get("state") == "hung":
         faults = {}
@@ -229,20 +239,20 @@ def _write_failures(
 def environment(num_processes: int) -> dict[str, str]:
     """Return the environment for torchrun. Variables that the user has set stay.
 
-    It warns about far too many processes. The processes share the cores: torchrun would give each
+    It warns about far too many processes, and refuses more than the memory holds. The processes share the cores: torchrun would give each
     process one thread, and warn. Each attempt has its own store: in the store that torchrun keeps
     over restarts, a fast rank finds the address of a dead rank (6 of 10 restarts, torch 2.13;
     pytorch#135712; docs/architecture.md).
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    require_memory("--nproc", num_processes)
+    cores = usable_cores()
     if num_processes > 4 * cores:
         text = f"{num_processes} processes on {cores} cores: they need minutes to start, and train no faster than {cores}"
         print(f"warning: {text}", file=sys.stderr, flush=True)
     # At least one, also with more processes than cores.
     threads = str(max(1, cores // num_processes))
     ours = {"OMP_NUM_THREADS": threads, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return ours | dict(os.environ)
+    return ours | child_environment()
 
 
 def _forwarder(agent: subprocess.Popen[Any]) -> Any:

@@ -174,7 +174,8 @@ class RunLock:
             self._require_mine()
             self.me = replace(self.me, beat=self.me.beat + 1)
             # In place: readers get an opened file from the server, but may find a new name in a cache.
-            self._write()
+            # Created again if somebody has moved the folder.
+            self._write(os.O_CREAT)
 
     def release(self) -> None:
         """Release the lock, unless another run has taken it over."""

@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     whole_shapes: Any
 
 _MODULES = {
-    "activation": ("apply_ac",),
-    "compile": ("apply_compile",),
-    "context": ("apply_cp", "shard_sequence", "unshard_sequence"),
-    "expert": ("apply_ep",),
-    "float8": ("apply_float8", "precompute_scales"),
-    "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
-    "mesh": ("axis_rank", "axis_size", "build_mesh", "build_sparse_mesh", "submesh"),
-    "offload": ("apply_offload",),
-    "pipeline": ("Pipeline",),
-    "stages": ("extract_stages",),
-    "stage_split": ("split_stages",),
-    "tensor": ("apply_tp",),
-    "init_weights": ("initialize", "materialize"),
+    "activation": "apply_ac",
+    "compile": "apply_compile",
+    "context": "apply_cp shard_sequence unshard_sequence",
+    "expert": "apply_ep",
+    "float8": "apply_float8 precompute_scales",
+    "fsdp": "apply_ddp apply_fsdp set_gradient_sync",
+    "mesh": "axis_rank axis_size build_mesh build_sparse_mesh submesh",
+    "offload": "apply_offload",
+    "pipeline": "Pipeline",
+    "stages": "extract_stages",
+    "stage_split": "split_stages",
+    "tensor": "apply_tp",
+    "init_weights": "initialize materialize",
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "Pipeline",

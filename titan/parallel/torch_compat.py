@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -410,8 +411,14 @@ def gloo_options(timeout: timedelta, *, host: str) -> Any:
     # torch reads the variable like this if it makes the devices itself. Its default device ignores the variable.
     interfaces = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
     places = [{"interface": n} for n in interfaces] or [{"hostname": host}] * bool(host)
-    made = [gloo.create_device(**place) for place in places]
-    options._devices, options._timeout = made or [gloo.create_default_device()], timeout
+    try:
+        made = [gloo.create_device(**place) for place in places]
+        made = made or [gloo.create_default_device()]
+    except RuntimeError:
+        # A host with IPv6 only has no 127.0.0.1, and perhaps no name that gloo can use.
+        names = [name for _, name in socket.if_nameindex() if (name == "lo") == bool(host)]
+        made = [gloo.create_device(interface=names[0])]
+    options._devices, options._timeout = made, timeout
     return options
 
 

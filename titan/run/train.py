@@ -28,9 +28,8 @@ from titan.base.signals import (
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
     StopRequest,
-    die_with_parent,
+    die_with_launcher,
     for_agent,
-    has_agent,
 )
 from titan.base.untrusted import InputError, printable, why_not_private
 from titan.checkpoint.identity import (
@@ -297,8 +296,7 @@ def import_all() -> None:
 def run_rank() -> NoReturn:
     """Train with the arguments in sys.argv, and end the process with the exit code."""
     faulthandler.enable()
-    if has_agent():
-        die_with_parent()
+    die_with_launcher()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a file on a full disk

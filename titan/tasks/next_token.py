@@ -23,7 +23,6 @@ from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
 from titan.data.special_tokens import SpecialTokens
-from titan.data.statistics import unigram_bits_per_byte
 from titan.data.text import (
     collate_rows,
     describe_sources,
@@ -176,8 +175,6 @@ class NextToken(Task):
     ) -> dict[str, Any]:
         return {
             "bits_per_byte": loss / math.log(2) / measured if measured else None,
-            # Only rank 0 prints it, and computing it reads the text.
-            "unigram_bits_per_byte": self._unigram_bits(run) if run.rank == 0 else None,
         }
 
     def generate(self, run: SampleContext) -> Mapping[str, str]:
@@ -186,15 +183,6 @@ class NextToken(Task):
         for generate in load_plug_ins("titan.extensions", of="validation"):
             texts |= generate(run)
         return texts
-
-    def _unigram_bits(self, run: SampleContext) -> float | None:
-        """Return the bits per byte of a model that knows byte frequencies alone, on the validation text."""
-        if not hasattr(self, "_bits"):
-            assert run.validation_loader is not None
-            self._bits = unigram_bits_per_byte(
-                run.loader, validation=run.validation_loader, tokenizer=self.tokenizer
-            )
-        return self._bits
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ def _load(
         require_average(step)
     with torch.device("meta"), default_dtype(torch_dtype(dtype)):
         model = family(name).build_model(sizes)
+    weights: dict[str, Any] = {"name": name, "sizes": sizes, "average": average}
+    load_weights(step, [model], only_check=True, **weights)
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
         try:
             apply_tp(
@@ -102,7 +104,7 @@ def _load(
         except ValueError as error:
             raise DataError(f"--nproc {ranks}: {error}") from None
     materialize(model, device=device)
-    load_weights(step, [model], name=name, sizes=sizes, average=average)
+    load_weights(step, [model], **weights)
     return model.eval()
 
 

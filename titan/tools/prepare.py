@@ -14,13 +14,15 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from titan.config.options import add_quiet, command_parser, positive
+from titan.base.hardware import require_memory, usable_cores
+from titan.config.options import add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import load_part
 from titan.config.schema import Section
 from titan.data import DataError, conversations
-from titan.data.cache import display, exclusive, usable_cores
+from titan.data.cache import display, exclusive
 from titan.data.reading import Document
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_documents, resolve_sources, source_of_path
@@ -66,7 +68,8 @@ def _parser() -> ArgumentParser:
         metavar=("I", "N"),
         help="do the I-th of N shares, which may run on other hosts; the last one joins them",
     )
-    add("--shard-tokens", type=positive, default=2**27, help="tokens a shard; default: 2^27")
+    tokens = partial(whole, least=1, digits=12)
+    add("--shard-tokens", type=tokens, default=2**27, help="tokens a shard; default: 2^27")
     add(
         "--validation-fraction", type=_fraction, default=0.0, help="share of documents held out"
     )
@@ -168,6 +171,8 @@ def _prepare(arguments: Namespace) -> str:
         template=template,
     )
     workers = arguments.workers or usable_cores()
+    if arguments.workers:
+        require_memory("--workers", workers)
     if share or (folder / "parts/plan.json").is_file():
         missing = "no installed part divides a preparation into shares"
         kind = load_part("prepare", key="--share", missing=missing)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan.base.untrusted import printable
 from titan.data import DataError
@@ -30,6 +29,7 @@ from titan.data.special_tokens import CONTEXT, KIND_SHIFT, PREDICTED, START
 from titan.data.tokenizer import Tokenizer
 from titan.data.unread import Counts, count
 
+from .limits import LimitedEnvironment, LimitError, limited
 from .messages import Chat, is_learnt
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class ChatTemplate:
             DataError: the text is not valid Jinja.
         """
         self.source, self.tokenizer = source, tokenizer
-        environment: Any = ImmutableSandboxedEnvironment(
+        environment: Any = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -104,8 +104,8 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.names = meta.find_undeclared_variables(environment.parse(source))
-        except TemplateError as error:
-            why = printable(str(error), 200)
+        except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+            why = printable(str(error), 200) or type(error).__name__
             line = getattr(error, "lineno", None)
             where = f" of tokenizer {tokenizer.file}" if tokenizer.file else ""
             raise DataError(
@@ -246,11 +246,14 @@ class ChatTemplate:
             **_values(chat),
         }
         try:
-            return self._template.render(
-                {**values, "add_generation_prompt": add_generation_prompt}
-            )
+            with limited():
+                return self._template.render(
+                    {**values, "add_generation_prompt": add_generation_prompt}
+                )
         except Exception as error:  # a template is code, and may raise anything
-            why = printable(str(error), 200)
+            why = printable(str(error), 200) or type(error).__name__
+            if isinstance(error, LimitError | MemoryError | RecursionError):
+                why += f" (tokenizer {self.tokenizer.file})"
             raise DataError(
                 f"{where}: the chat template refuses the messages: {why}"
             ) from error

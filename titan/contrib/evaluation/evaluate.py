@@ -211,6 +211,9 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
         device: this rank's device.
         average: whether to load the average of the weights.
     """
+    import torch
+
+    from titan.config.model import family
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.step.resolved import resolve_job
@@ -222,9 +225,13 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
     prefer_backend(config.model.attention_backend, device.type)
     mesh = build_mesh(device.type, **weights.layout.degrees)
     job = resolve_job(config, weights.layout, device=device.type)
+    name = config.model.name
+    with torch.device("meta"):
+        model = family(name).build_model(job.sizes)
+    named: dict[str, Any] = {"name": name, "sizes": job.sizes, "average": average}
+    load_weights(weights.where, [model], only_check=True, **named)
     train_step = build_train_step(job, device=device, mesh=mesh)
-    parts, name = train_step.model_parts, config.model.name
-    load_weights(weights.where, parts, name=name, sizes=job.sizes, average=average)
+    load_weights(weights.where, train_step.model_parts, **named)
     tokenizer = job.task.tokenizer
     assert tokenizer is not None, "a task without text"
     return Scorer(train_step, tokenizer)

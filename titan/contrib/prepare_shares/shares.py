@@ -156,7 +156,7 @@ class Shares:
     def _read(self, name: str, shares: int | None = None) -> ShareRecord:
         """Return a file of parts/, after a check that it is of this text, these options and this number of shares."""
         part = read_json(self._path(name), ShareRecord)
-        require_key(part.key, [self._key], self.folder)
+        require_key(part.key, self._key, self.folder)
         if shares not in (None, part.shares):
             raise DataError(
                 f"'{self._path(name)}' is of {part.shares} shares, not {shares}; delete {self._path()} to divide the text "

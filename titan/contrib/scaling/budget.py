@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -18,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from titan.base.signals import child_environment
 from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
@@ -119,8 +121,11 @@ def _priced(job: list[str], options: Namespace) -> list[dict[str, Any]]:
             print(f"{name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
             return None
 
+    # Ctrl-C ends this process, and simulations with it. Python would wait for them.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = [size for size in pool.map(price, names, jobs, params) if size]
+    signal.signal(signal.SIGINT, before)
     if not found:
         raise InputError("no size can be priced on these GPUs")
     return found
@@ -157,7 +162,7 @@ def simulated(job: Sequence[str], hardware: str, *, ranks: int) -> dict[str, Any
         file = Path(folder, "sim.json")
         command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={file}"]
         command += [f"--world-size={ranks}", f"--hardware={hardware}"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
         if not file.exists():
             raise InputError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
         return read_json(file, dict)

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from titan.base.hardware import count_accelerators
+from titan.base.hardware import count_accelerators, require_memory
+from titan.base.signals import STOPPING, child_environment
 from titan.base.untrusted import InputError
 from titan.ops.run_lock import RunLock, RunLocked
 
@@ -28,6 +29,7 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
         at_a_time: Number of runs that train together. Each has its share of the accelerators, or of the cores.
         processes: Processes of each run.
     """
+    require_memory("--jobs", at_a_time * processes)
     shares = _shares(at_a_time, processes)
     waiting = list(trials)
     running: dict[subprocess.Popen[bytes], tuple[Trial, dict[str, str]]] = {}
@@ -39,9 +41,7 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
         for process in running:
             process.send_signal(number)
 
-    handlers = {
-        number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {number: signal.signal(number, stop) for number in STOPPING}
     try:
         while running or (waiting and not code):
             ready = [] if code or not shares else [t for t in waiting if not _goes_on(t)]
@@ -72,13 +72,17 @@ def _goes_on(trial: Trial) -> bool:
     return False
 
 
-def _start(trial: Trial, processes: int, share: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(trial: Trial, processes: int, share: dict[str, str]) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "titan.cli", "train", str(trial.job), f"--nproc={processes}"]
     trial.run.mkdir(parents=True, exist_ok=True)
     with trial.log.open("ab") as log:
         # In a separate session, a run gets each signal once, from here.
         return subprocess.Popen(
-            words, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
+            words,
+            stdout=log,
+            stderr=log,
+            env=child_environment() | share,
+            start_new_session=True,
         )
 
 

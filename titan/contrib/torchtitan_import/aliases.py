@@ -9,64 +9,20 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from titan.config.errors import Problem, SourceLocation, key_text
 from titan.config.layer import ConfigLayer, LoadExtension, last
 from titan.config.model import family
 from titan.config.schema import ModelSection
+from titan.config.toml import tomllib
 
-# Old key and its new place.
-RENAMED: dict[str, str] = {
-    "model.tokenizer_path": "tokenizer.path",
-    "fault_tolerance.group_size": "fault_tolerance.replica_groups",
-    "fault_tolerance.min_replica_size": "fault_tolerance.min_replicas",
-}
-
-# Keys that titan does not use, with the value that turns nothing on. False and empty values turn nothing on either.
-UNUSED: dict[str, Any] = {
-    "activation_checkpoint.debug": False,
-    "activation_checkpoint.determinism_check": "default",
-    "activation_checkpoint.early_stop": False,
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
-    "activation_checkpoint.visualize_memory_budget_pareto": False,
-    "checkpoint.enable_ft_dataloader_checkpoints": True,
-    "checkpoint.initial_load_in_hf_quantized": False,
-    "comm.mode": "default",
-    "debug.deterministic_warn_only": False,
-    "experimental.custom_args_module": "",
-    "experimental.custom_import": "",
-    "fault_tolerance.semi_sync_method": "",
-    "job.custom_config_module": "",
-    "memory_estimation": {},
-    "model.print_after_conversion": False,
-    "parallelism.expert_parallel_comm_backend": "standard",
-    "parallelism.pipeline_parallel_expert_parallel_overlap": True,
-    "quantize.grouped_mm.mx.recipe_name": "mxfp8",
-    "training.gc_debug": False,
-}
-# Keys that change nothing here, whatever their value.
-IGNORED = (
-    "job.save_config_file",
-    "training.dataloader.persistent_workers",
-    "validation.dataloader",
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice",
-    "fault_tolerance.process_group",
-    "fault_tolerance.sync_steps",
-    "fault_tolerance.should_quantize",
-    "fault_tolerance.fragment_sync_delay",
-    "fault_tolerance.fragment_update_alpha",
+TABLES: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("v0_2_2.toml").read_text(encoding="utf-8")
 )
-# Replacements for some of these keys.
-_INSTEAD = {
-    "fault_tolerance.semi_sync_method": "replica groups sum their gradients in every step. Over a slow link use HSDP in place of groups "
-    "(parallelism.data_parallel_replicate_degree)",
-    "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.losses, titan.sources)",
-    "memory_estimation": "use `titan check`, which estimates memory without a GPU",
-    "parallelism.expert_parallel_comm_backend": 'use "standard", an all-to-all; DeepEP is not built',
-}
-
-
+RENAMED, UNUSED, IGNORED = (TABLES[name] for name in ("renamed", "unused", "ignored"))
+_INSTEAD = TABLES["instead"]
 # "8B_flex" and "debugmodel_varlen_attn" name the kernel of attention. Here the device decides on it (titan/parallel/documents.py).
 _MASKED_FLAVOR = re.compile(r"(.+)_(?:flex|varlen)(?:_attn)?")
 

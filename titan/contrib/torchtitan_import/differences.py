@@ -16,24 +16,8 @@ from titan.config.schema import JobConfig
 from titan.config.toml import format_value
 from titan.tools.check_extension import CheckExtension
 
-# Flavors of both projects. They are the same models: tests/models compares their counts.
-FLAVORS = {
-    "llama3": ("debugmodel", "8B", "70B", "405B"),
-    "qwen3": (
-        "debugmodel",
-        "0.6B",
-        "1.7B",
-        "4B",
-        "8B",
-        "14B",
-        "32B",
-        "debugmodel_moe",
-        "30B-A3B",
-        "235B-A22B",
-    ),
-    "deepseek_v3": ("debugmodel", "16B", "236B", "671B"),
-    "gpt_oss": ("debugmodel", "20b", "120b"),
-}
+from .aliases import TABLES
+
 # How TorchTitan balances experts: it moves the routing bias of DeepSeek and gpt-oss, and leaves Qwen3's routers alone.
 _BALANCE = {
     "qwen3": {"load_balance_coeff": 0.0, "global_balance_coeff": 0.0},
@@ -49,14 +33,7 @@ _OTHERS: dict[tuple[str, str], dict[str, Any]] = {
 }
 # Flavors with document masks in TorchTitan.
 _MASKED = {("deepseek_v3", flavor) for flavor in ("16B", "236B", "671B")}
-# TorchTitan's defaults that differ from ours and change a run's numbers.
-DEFAULTS: dict[str, Any] = {
-    "optimizer.weight_decay": 0.1,
-    "quantize.linear.float8.filter_fqns": [],
-    "validation.freq": 10,
-    "validation.seq_len": 2048,
-    "validation.steps": -1,
-}
+FLAVORS, DEFAULTS = TABLES["flavors"], TABLES["defaults"]
 
 
 class Differences(CheckExtension):

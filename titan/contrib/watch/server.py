@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from .reading import RunReader, read_all
 
+_MOST = 64  # connections at once, each with a thread
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -69,12 +70,27 @@ class Server(ThreadingHTTPServer):
         """
         self.readers, self.host = readers, host
         self.lock = threading.Lock()
+        self._room = threading.Semaphore(_MOST)
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread, or close it if there are too many."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Handler of the page's requests."""
 
+    timeout = 10  # seconds without a request
     server: Server
 
     def do_GET(self) -> None:

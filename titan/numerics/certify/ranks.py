@@ -7,7 +7,6 @@ groups by their shape, and a process group destroyed and made again would be tak
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -17,13 +16,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from titan.base.errors import COMMUNICATION, kind_of
 from titan.base.failure import UserError
+from titan.base.fork_server import die_with_command, fork_server
 
 AFTER_FAILURE_S = 2
 PRELOAD = ("titan.step.train_step", "torch.distributed.pipelining")
@@ -98,13 +97,11 @@ class Pool:
             more: modules that ranks find imported, besides those that all need.
             quiet: leave out what ranks write to stderr, such as advice about speed. Errors are results.
         """
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([*PRELOAD, *more])
+        shown = os.dup(2)
         if quiet:
-            shown = os.dup(2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            forkserver.ensure_running()
-            os.dup2(shown, 2)
+        self.context = fork_server([*PRELOAD, *more])
+        os.dup2(shown, 2)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         job = pickle.dumps((function, args))
@@ -118,12 +115,12 @@ class Pool:
                 theirs.close()
                 ranks.append((process, ours))
             results = _receive(ranks)
+            failures = [error for ok, error in results if not ok]
             for process, connection in ranks:
                 connection.close()
-                process.join(0 if any(not ok for ok, _ in results) else AFTER_FAILURE_S)
+                process.join(0 if failures else AFTER_FAILURE_S)
                 process.kill()  # where another has failed, it may hang in a collective
                 process.join()
-        failures = [error for ok, error in results if not ok]
         if failures:
             raise RankFailed(failures)
         return [pickle.loads(value) for _, value in results]
@@ -166,6 +163,7 @@ def _receive(ranks: list[tuple[Any, Any]]) -> list[tuple[bool, Any]]:
 def _work(
     connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes
 ) -> None:
+    die_with_command()
     import torch
     import torch.distributed as dist
 

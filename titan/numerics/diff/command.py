@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from titan.base.signals import child_environment
 from titan.base.untrusted import InputError, read_bytes
 from titan.checkpoint.identity import change_lines, differing, saved_settings
 from titan.checks.rules import load_to_run
@@ -191,7 +192,7 @@ def train(job: Sequence[str], *, ranks: int, what: str, python: str = sys.execut
     """
     print(f"training {what} on {ranks} rank{'s'[: ranks != 1]}", file=sys.stderr, flush=True)
     command = [python, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, env=child_environment())
     if result.returncode:
         lines = (result.stderr or result.stdout).strip().splitlines()
         raise InputError(f"the run of {what} failed: {' / '.join(lines[-3:])}")

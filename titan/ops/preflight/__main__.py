@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
+from titan.base.signals import die_with_launcher
 from titan.checks.environment import check_environment
 from titan.config.errors import ConfigError
 
 from .cli import main
 
 if __name__ == "__main__":
+    die_with_launcher()
     try:
         code = main()
     except ConfigError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from titan.base.signals import child_environment
 from titan.checks.rules import load_to_run
 from titan.config.layout import Layout
 from titan.config.options import JOB, command_parser, known_options, positive, put_json
@@ -222,7 +223,7 @@ def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
         "TORCHELASTIC_",
         "PET_",
     )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    environment = {k: v for k, v in child_environment().items() if not k.startswith(ours)}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "sim.json"

@@ -9,7 +9,6 @@ program.py records one program by one rank.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import operator
 import os
 import pickle
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import titan
+from titan.base.fork_server import die_with_command, fork_server
+from titan.base.hardware import fitting_processes
 from titan.base.untrusted import InputError
 from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
@@ -270,7 +271,11 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
 
 # ---- children ----------------------------------------------------------------------------------
 
-_PRELOAD = ["titan.step.train_step", "titan.sim.record.fake_world", "titan.sim.record.tracer"]
+_PRELOAD = [
+    "titan.step.train_step",
+    "titan.sim.record.fake_world",
+    "titan.sim.record.tracer",
+]
 
 
 def trace_jobs(
@@ -289,13 +294,13 @@ def trace_jobs(
         options: Options of `trace_job`.
     """
     # Children are forked from a server that has imported torch, without threads and without an earlier backward pass.
-    context = multiprocessing.get_context("forkserver")
     # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     os.environ["PYTHONWARNINGS"] = ",".join(
         filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])
     )
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_server(_PRELOAD)
+    processes = int(min(processes, max(1, fitting_processes())))
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
     # For each process: the numbers of its open jobs, the process, and the first job's answers by rank.
     running: dict[Connection, tuple[list[int], Any, dict[int, Trace | Exception]]] = {}
@@ -366,6 +371,7 @@ def _outcome(
 
 def trace_child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     """Record a job in a child process, and send the traces."""
+    die_with_command()
     # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording, and
     # its errors come with an exception, which is sent.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

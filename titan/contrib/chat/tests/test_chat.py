@@ -28,7 +28,7 @@ from tests.support.ranks import Pool
 from tests.support.tables import table
 from titan.cli import main as titan
 from titan.config import schema as s
-from titan.contrib.chat import ChatTemplate
+from titan.contrib.chat import ChatTemplate, limits
 from titan.contrib.chat.messages import Conversation
 from titan.data import DataError
 from titan.data.packing import Batch, pack
@@ -413,6 +413,35 @@ def test_a_missing_or_unfit_template_says_what_to_set(
         "data.document_mask: conversations share sequences; set document_mask = true" in error
     )
     assert "the embedded tokenizer has no chat template" in error
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ " + "[" * 5000 + "]" * 5000 + " }}", "not valid Jinja: maximum recursion"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion"),
+        ("{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}", "0.2 s"),
+        ("{% set x = [range(99999) | list] * 9999 %}{{ x | map('sum') | list }}", "0.2 s"),
+        ("{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "99 MiB"),
+        ("{{ 'a' * 10**10 }}", r"\\* makes"),
+        ("{{ 9 ** 999999999 }}", r"\\*\\* makes"),
+        ("{{ 'a' | center(10**10) }}", "a number is"),
+        ("{{ 'a'.ljust(width=10**10) }}", "a number is"),
+        ("{{ '%010000000000d' % 1 }}", "too wide"),
+        ("{{ '%010000000000d' | format(1) }}", "too wide"),
+        ("{{ '{:10000000000}'.format(1) }}", "too wide"),
+        ("{% set x = 'a' * 99999 %}{{ x | replace('a', x) }}", "replace makes"),
+        ("{% set x = 'a' * 99999 %}{{ x.join(x) }}", "join makes"),
+    ],
+)  # fmt: skip
+def test_a_template_of_a_stranger_takes_little(
+    template: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SECONDS", 0.2)
+    monkeypatch.setattr(limits, "MEMORY_MIB", 99)
+    with pytest.raises(DataError, match=rf"chat template.*{why}") as caught:
+        ChatTemplate.of(opened(folder, template)).prompt([USER], where="chat.jsonl:3")
+    assert "tokenizer.json" in str(caught.value)
 
 
 TOOLS = (

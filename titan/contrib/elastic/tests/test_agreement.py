@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.jobs import job
+from tests.support.tables import table
 from titan.config.render import to_toml
 from titan.contrib.elastic import process_group
 from titan.contrib.elastic.agreement import GroupLeaves, differences, require_same_samples
@@ -61,14 +62,7 @@ def test_every_key_that_is_not_harmless_is_compared() -> None:
 
 @pytest.mark.parametrize(
     ("told", "leaves"),
-    [
-        ([[5, 8, 40], [5, 8, 40]], []),
-        ([[5, 8, 40], [5, 9, 0]], [1]),  # the one that joined
-        ([[5, 9, 0], [5, 8, 40]], [0]),
-        ([[5, 8, 3], [5, 9, 3]], [1]),
-        ([[5, 8, 90], [5, 9, 3], [5, 9, 3]], [0]),  # most decide
-        ([[5, 8, 90], [6, 8, 1], [5, 9, 3]], [1, 2]),
-    ],
+    table(__file__, "a_group_at_other_samples_leaves"),
 )
 def test_a_group_at_other_samples_leaves(told: list[list[int]], leaves: list[int]) -> None:
     names = [f"group-{number}" for number in range(len(told))]
@@ -96,14 +90,7 @@ for line in ("group-0:a", "old group-1:b", "group-2:c"):
 
 @pytest.mark.parametrize(
     ("own", "members", "quorum", "why"),
-    [
-        ("group-0:a", ["group-0:a", "group-1:b"], 3, "group-1 fell silent"),
-        ("group-0:a", ["group-0:a", "group-2:c"], 3, ""),
-        ("group-2:c", ["group-1:b", "group-2:c"], 2, "the others have gone on"),
-        # The lighthouse does not hear this group either, or has just begun.
-        ("group-1:b", ["group-0:a", "group-1:b"], 3, ""),
-        ("group-3:d", ["group-1:b", "group-3:d"], 9, ""),
-    ],
+    table(__file__, "what_the_page_says"),
 )
 def test_what_the_page_says(own: str, members: list[str], quorum: int, why: str) -> None:
     assert why_given_up(PAGE, members, own=own, quorum=quorum) == why

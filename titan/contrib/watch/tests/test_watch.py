@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from titan.cli import main
+from titan.contrib.watch import server
 from titan.contrib.watch.cli import open_runs
 from titan.contrib.watch.reading import COLUMNS, RunReader, read_all
 from titan.contrib.watch.server import Server
@@ -384,3 +385,19 @@ def test_in_a_browser(run_dir: Path) -> None:
     assert "2.6667" in body and "75.0 % (3.0 s)" in body and "2 restarts, 7 steps lost" in body
     assert body.count('<div class="slow">') == 1
     assert body.count("<canvas") == 11  # ten charts, and a heat map
+
+
+def test_idle_connections_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a thread, so that their number is bounded, too."""
+    monkeypatch.setattr(server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(server, "_MOST", 3)
+    before = threading.active_count()
+    with Server([], host="127.0.0.1", port=0) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        idle = [socket.create_connection(("127.0.0.1", served.server_port)) for _ in range(9)]
+        for each in idle:
+            each.settimeout(20)
+        assert [each.recv(1) for each in idle[3:]] == [b""] * 6
+        assert threading.active_count() <= before + 4
+        assert [each.recv(1) for each in idle] == [b""] * 9
+        served.shutdown()
