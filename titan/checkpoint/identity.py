@@ -32,7 +32,7 @@ from titan.checkpoint.formats import LOST, NEWER, require_known, unreadable
 from titan.checkpoint.manifest import TITAN_JSON, list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of, read_file
 from titan.config import schema as s
-from titan.config.errors import key_text
+from titan.config.errors import ConfigError, key_text
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import JobConfig, streams
 from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
