@@ -7,18 +7,13 @@ cd "$(dirname "$0")/.."
 inputs=$(mktemp -d)
 trap 'rm -rf "$inputs"' EXIT
 
-# Chakra's package asks for JupyterLab, Plotly and Graphviz. A test reads files with the part that needs protobuf alone.
-printf '%s\n' mlc-chakra > "$inputs/clients.in"
-printf '%s\n' holistictraceanalysis graphviz pydot > "$inputs/excludes.txt"
 # torch comes from where the user gets it (CPU or CUDA), at constraints.txt's version; leave out it and its CUDA libraries,
 printf '%s\n' "torch; sys_platform == 'never'" "triton; sys_platform == 'never'" > "$inputs/overrides.txt"
 # but lock the rest of what it needs, and what builds titan.
 printf '%s\n' filelock 'typing-extensions>=4.10' sympy networkx jinja2 fsspec 'setuptools>=77' > "$inputs/torch.in"
 
 for extra in demo dev; do
-  clients=()
-  [ "$extra" = demo ] || clients=("$inputs/clients.in")
-  uv pip compile pyproject.toml "$inputs/torch.in" "${clients[@]}" --extra "$extra" --universal --python-version 3.10 --generate-hashes "$@" \
-    --overrides "$inputs/overrides.txt" --excludes "$inputs/excludes.txt" --no-emit-package torch --no-emit-package triton \
+  uv pip compile pyproject.toml "$inputs/torch.in" --extra "$extra" --universal --python-version 3.10 --generate-hashes "$@" \
+    --overrides "$inputs/overrides.txt" --no-emit-package torch --no-emit-package triton \
     --no-annotate --no-header --quiet --output-file "scripts/requirements-$extra.lock"
 done
