@@ -52,7 +52,7 @@ MEANS_TOKENS = {
     "titan/checkpoint/saved_model.py": "the name of an option",
     "titan/huggingface/export.py": "files of the tokenizer",
     "titan/huggingface/load.py": "layers that predict further tokens",
-    "titan/contrib/expert_loads/loads.py": "experts route tokens",
+    "titan/contrib/model_columns/loads.py": "experts route tokens",
     "titan/optim/expert_bias.py": "experts route tokens",
 }
 

@@ -15,7 +15,7 @@ from tests.support.metrics import read_json_lines, step_row
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import MetricsSection
-from titan.contrib.expert_loads.loads import ExpertLoads, load_figures
+from titan.contrib.model_columns.loads import ExpertLoads, load_figures
 from titan.observe.metrics import MetricsLog
 
 DEGREES = {

@@ -1,1 +1,0 @@
-"""Load of experts: columns of the metrics, and the table experts.json."""

@@ -1,0 +1,1 @@
+"""Columns of the metrics for models with experts, and for multi-token prediction."""
