@@ -10,31 +10,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from titan.checkpoint.identity import leaves
-from titan.config.toml import KeyPath, format_value, key_text, tomllib
+from titan.checkpoint.identity import change_lines, differing, leaves
+from titan.config.toml import tomllib
 from titan.ops.replicas import ReplicaError
 
 # Quorums in a row whose groups cannot connect. A group that would join ends after two (replica_groups.py), so before the others.
 MOST_APART = 3
 
-# What a group writes about itself, what it reads in advance and what `titan sim` assumes. A tuple covers the keys below it.
-HARMLESS: tuple[KeyPath, ...] = (
-    ("job",),
-    ("metrics",),
-    ("profiling",),
-    ("hardware",),
-    ("simulator",),
-    ("training", "dataloader"),
-    ("training", "gc_freq"),
-    ("training", "expandable_segments"),
-    ("data", "cache_folder"),
-    ("compile", "cache_folder"),
-    ("comm", "trace_buf_size"),
-    ("comm", "save_traces_folder"),
-    ("comm", "save_traces_file_prefix"),
-    ("comm", "numa_binding"),
-    ("fault_tolerance", "replica_id"),
-    ("fault_tolerance", "lighthouse"),
+# What a group writes about itself, what it reads in advance and what `titan sim` assumes. A section covers its keys.
+HARMLESS: tuple[str, ...] = (
+    "job",
+    "metrics",
+    "profiling",
+    "hardware",
+    "simulator",
+    "training.dataloader",
+    "training.gc_freq",
+    "training.expandable_segments",
+    "data.cache_folder",
+    "compile.cache_folder",
+    "comm.trace_buf_size",
+    "comm.save_traces_folder",
+    "comm.save_traces_file_prefix",
+    "comm.numa_binding",
+    "fault_tolerance.replica_id",
+    "fault_tolerance.lighthouse",
 )
 
 
@@ -88,15 +88,11 @@ def differences(theirs: str, ours: str) -> list[str]:
         theirs: Another group's resolved config, as TOML.
         ours: This group's.
     """
-    them, us = (dict(leaves(tomllib.loads(text))) for text in (theirs, ours))
-    return [
-        f"{key_text(path)}: {_text(them, path)} -> {_text(us, path)}"
-        for path in sorted({*them, *us}, key=str)
-        if them.get(path) != us.get(path)
-        and not any(path[: len(known)] == known for known in HARMLESS)
-    ]
-
-
-def _text(values: dict[KeyPath, object], path: KeyPath) -> str:
-    # TOML has no null: a key that is None is not there.
-    return format_value(values[path]) if path in values else "unset"
+    found = differing(*(dict(leaves(tomllib.loads(text))) for text in (theirs, ours)))
+    return change_lines(
+        {
+            key: found[key]
+            for key in sorted(found)
+            if not any(f"{key}.".startswith(f"{known}.") for known in HARMLESS)
+        }
+    )

@@ -37,7 +37,15 @@ from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys
 from titan.numerics.swap.experiment import Experiment, Side
 from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
-from titan.numerics.swap.proof import AS_THEY_ARE, DIFFERS, FLOAT32, FOLDER, predict, verdict_of
+from titan.numerics.swap.proof import (
+    AS_THEY_ARE,
+    DIFFERS,
+    FLOAT32,
+    FOLDER,
+    Proof,
+    predict,
+    verdict_of,
+)
 from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
 
@@ -104,13 +112,9 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     start = handover.copy(run, saved, step, asked.checkpoint.folder)
     steps = range(step + 1, min(step + options.steps, last) + 1)
     tried = Experiment(handover, start, steps, old, new)
-    proofs = {AS_THEY_ARE: (proof := tried.compare())}
-    if proof.verdict != DIFFERS and (options.exact or proof.may_be_clear):
-        proofs[FLOAT32] = proof = tried.compare(exact=True)
-    if proof.passes:
-        # With --changes, the comparison keeps the old values.
-        proofs[FOLDER] = proof = tried.compare_first(new.words if changes else words)
-    newest = max(row["step"] for row in read_rows(run / "metrics.jsonl"))
+    # With --changes, the comparison keeps the old values.
+    proofs = _prove(tried, new.words if changes else words, exact=options.exact)
+    newest = max([row["step"] for row in read_rows(run / "metrics.jsonl")], default=step)
     found: dict[str, Any] = {
         "run": str(run),
         "step": step,
@@ -129,15 +133,29 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     ]
     if not put_json(found, options.json):
         lines = differing_keys(to_toml(config), to_toml(asked), "old and new")
-        lines += [line for each in proofs.values() for line in each.lines()]
-        lines += [f"{name}: {_figures(found[name])}" for name in ("old", "new", "predicted")]
-        print("\n".join([*lines, *found["result"]]))
-    if not proof.passes:
+        print("\n".join([*lines, *_lines(found, proofs), *found["result"]]))
+    if FOLDER not in proofs or not proofs[FOLDER].passes:
         rmtree(handover.work)
         return _REFUSED if options.or_refuse else 1
     handover.finish(run, found)
     print(f"handed over after step {step:,}: {goes_on}", file=sys.stderr)
     return 0
+
+
+def _prove(tried: Experiment, words: list[str], *, exact: bool) -> dict[str, Proof]:
+    """Return the comparisons of two jobs by their names.
+
+    Args:
+        tried: the two jobs.
+        words: files and keys of the command that goes on.
+        exact: compare in float32, also if the precision of the jobs can tell.
+    """
+    proofs = {AS_THEY_ARE: (proof := tried.compare())}
+    if proof.verdict != DIFFERS and (exact or proof.may_be_clear):
+        proofs[FLOAT32] = proof = tried.compare(exact=True)
+    if proof.passes:
+        proofs[FOLDER] = tried.compare_first(words)
+    return proofs
 
 
 def _before(run: Path, keys: Sequence[str]) -> str:
@@ -187,6 +205,12 @@ def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
             table = table.setdefault(name, {})
         table[last] = old
     return toml_lines(dict(leaves(data)))
+
+
+def _lines(found: Mapping[str, Any], proofs: Mapping[str, Proof]) -> list[str]:
+    """Return the comparisons and the figures of both jobs in words."""
+    lines = [line for proof in proofs.values() for line in proof.lines()]
+    return lines + [f"{name}: {_figures(found[name])}" for name in ("old", "new", "predicted")]
 
 
 def _outlook(found: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def test_every_key_that_is_not_harmless_is_compared() -> None:
             continue
         name = f"{section}.{key}"
         harmless = name in HARMLESS or section in HARMLESS_SECTIONS
-        for changed, text in ((f'{key} = "other"', '"other"'), ("", "unset")):
+        for changed, text in ((f'{key} = "other"', '"other"'), ("", "not set")):
             theirs = "\n".join([*lines[:number], changed, *lines[number + 1 :]])
             assert differences(theirs, ours) == [f"{name}: {text} -> {value}"] * (not harmless)
         seen.add(name)
