@@ -66,7 +66,7 @@ class Manifest:
         format: version of the format.
         block_bytes: bytes of a block.
         hash: hash of all other fields.
-        titan: version of titan that wrote the step.
+        titan: version of titan that wrote the step; empty in older steps.
         torch: version of torch that wrote it.
     """
 
@@ -178,7 +178,8 @@ class HashingStream:
 
 def render(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest.json, with its hash."""
-    return _sealed({name: value for name, value in asdict(manifest).items() if name != "hash"})
+    # Steps without versions have no such fields.
+    return _sealed({k: v for k, v in asdict(manifest).items() if k != "hash" and v != ""})
 
 
 def _sealed(body: dict[str, Any]) -> bytes:

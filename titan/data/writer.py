@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
-from titan.base.signals import die_with_parent
+from titan.base.signals import child_environment
 from titan.base.untrusted import rename
 from titan.data import DataError
 from titan.data.reading import Document, pieces_of
@@ -389,10 +389,10 @@ def encode_all(
             f"a tokenizing process {error}; run the same command again to continue"
         ) from error
     finally:
-        # Stop the threads first, since they may wait for a worker's answer, then the workers.
-        pool.shutdown(cancel_futures=True)
+        # Stop the workers first, since threads may wait for their answers.
         for worker in started:
             worker.close()
+        pool.shutdown(cancel_futures=True)
 
 
 class WorkerDied(Exception):
@@ -406,9 +406,14 @@ class _Worker:
     """
 
     def __init__(self, spec: TokenizationSpec) -> None:
-        code = f"import sys; sys.path[:] = {sys.path!r}; from titan.data.writer import work; work()"
+        code = f"import sys; sys.path[:] = {sys.path!r}; from titan.base.signals import die_with_launcher; "
+        # Before the imports, which take seconds.
+        code += "die_with_launcher(); from titan.data.writer import work; work()"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
         )
         self._send(spec)
 
@@ -432,10 +437,11 @@ class _Worker:
     def close(self) -> None:
         """Stop the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.kill()  # it may still start, or compute what nobody waits for
+        self._process.wait()
+        self._process.stdout.close()
         with suppress(OSError):
             self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
 
 
 def _describe_end(code: int) -> str:
@@ -461,7 +467,6 @@ def work() -> None:
     """Tokenize the chunks that arrive on standard input, in a worker process, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
-    die_with_parent()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library's prints must not mix with the answers
     spec: TokenizationSpec = pickle.load(sys.stdin.buffer)

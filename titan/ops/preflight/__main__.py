@@ -6,13 +6,14 @@ import os
 import sys
 
 from titan.base.signals import die_with_launcher
-from titan.checks.environment import check_environment
-from titan.config.errors import ConfigError
-
-from .cli import main
 
 if __name__ == "__main__":
-    die_with_launcher()
+    die_with_launcher()  # before the other imports, which take seconds
+    from titan.checks.environment import check_environment
+    from titan.config.errors import ConfigError
+
+    from .cli import main
+
     try:
         code = main()
     except ConfigError as error:
