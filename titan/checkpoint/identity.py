@@ -175,7 +175,11 @@ def changed_settings(
     """
     now = settings(config)
     found = differing(saved_settings(saved, now), now)
-    found = {key: values for key, values in found.items() if freedom(key) in ("", "format")}
+    found = {
+        key: values
+        for key, values in found.items()
+        if freedom(key) in ("", "format", "measured")
+    }
     if config.lr_scheduler.total_steps:
         found.pop("training.steps", None)  # the schedule does not depend on them
     # The keys may differ if ranks and accumulation make up for it, so compare the resulting number of sequences.

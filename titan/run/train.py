@@ -118,7 +118,7 @@ def _require_same_job(saved: Mapping[str, Any], config: JobConfig) -> None:
     """Raise InputError if a finished run was another job's: "nothing to do" would hide that from the user."""
     changes = changed_settings(saved.get("config") or "", config, sequences=(None, 0))
     changes.pop("training.steps", None)  # a job with fewer steps is finished, too
-    if changes:
+    if any(freedom(key) != "measured" for key in changes):
         lines = change_lines(changes)
         key, first = lines[0].split(": ", 1)
         also = f" (also {'; '.join(lines[1:5])})" if lines[1:] else ""
