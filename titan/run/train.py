@@ -35,6 +35,7 @@ from titan.base.untrusted import InputError, printable, why_not_private
 from titan.checkpoint.identity import (
     change_lines,
     changed_settings,
+    freedom,
     require_startable,
     step_to_continue,
 )
