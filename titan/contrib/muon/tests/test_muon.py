@@ -62,7 +62,7 @@ def test_equals_torch_s_muon(nesterov: bool) -> None:
     }
     vector = nn.Parameter(torch.ones(8))
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
-    keys = {"nesterov": nesterov, "ns_dtype": "bfloat16"}
+    keys: Any = {"nesterov": nesterov, "ns_dtype": "bfloat16"}
     section = MuonSection(lr=0.01, weight_decay=0.1, **keys)
     optimizer = build_optimizer(section, [*ours.items(), ("norm.weight", vector)])
     reference = torch.optim.Muon(
