@@ -73,7 +73,7 @@ def describe(config: JobConfig, tokenizer: Tokenizer | None) -> Export:
     """
     section = config.checkpoint
     export = Export.of(config, tokenizer=tokenizer, dtype=getattr(torch, section.export_dtype))
-    has_bias = export.model.sizes.load_balance_coeff > 0
-    if section.last_save_in_hf and has_bias and export.model.off_disk:
-        raise CheckpointError(no_routing_bias(export.model))
+    model = export.model
+    if section.last_save_in_hf and model.sizes.load_balance_coeff > 0 and model.off_disk:
+        raise CheckpointError(no_routing_bias(model))
     return export
