@@ -377,6 +377,7 @@ def test_in_a_browser(run_dir: Path) -> None:
 
 def test_idle_connections_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a thread, so that their number is bounded, too."""
+    assert server._Handler.timeout < 60  # None by default: for ever
     monkeypatch.setattr(server._Handler, "timeout", 0.5)
     monkeypatch.setattr(server, "_MOST", 3)
     before = threading.active_count()
