@@ -378,7 +378,7 @@ def test_in_a_browser(run_dir: Path) -> None:
 def test_idle_connections_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a thread, so that their number is bounded, too."""
     assert server._Handler.timeout < 60  # None by default: for ever
-    monkeypatch.setattr(server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(server._Handler, "timeout", 4)
     monkeypatch.setattr(server, "_MOST", 3)
     before = threading.active_count()
     with Server([], host="127.0.0.1", port=0) as served:
@@ -387,6 +387,11 @@ def test_idle_connections_end(run_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
         for each in idle:
             each.settimeout(20)
         assert [each.recv(1) for each in idle[3:]] == [b""] * 6
-        assert threading.active_count() <= before + 4
+        assert 0 < threading.active_count() - before <= 4  # the first three still wait
+        assert [each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) for each in idle[4:5]] == [
+            b""
+        ]
+        with pytest.raises(BlockingIOError):
+            idle[0].recv(1, socket.MSG_DONTWAIT)
         assert [each.recv(1) for each in idle] == [b""] * 9
         served.shutdown()
