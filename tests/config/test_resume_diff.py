@@ -184,7 +184,9 @@ def test_a_damaged_newest_step_does_not_hide_the_model(
     assert before_start(job(tmp_path, model=other)) is None
     assert before_start(job(tmp_path, model=other, checkpoint={"load_step": 10})) == 2
     # Where nothing of it can be read, the load itself finds out.
-    (tmp_path / "checkpoint/step-30/titan.json").write_text('{"config": "[model]\\nname = 3"}')
+    (tmp_path / "checkpoint/step-30/titan.json").write_text(
+        '{"step": 30, "tokens": 1, "config": "[model]\\nname = 3"}'
+    )
     assert before_start(job(tmp_path, model=other)) is None
 
 

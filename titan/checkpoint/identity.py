@@ -215,14 +215,23 @@ def changed_model(
     """Compare a step's model with the job's model.
 
     Args:
-        saved: the step's titan.json.
+        saved: the step's titan.json. Steps of an older titan have no facts in it, but a config.
         config: the job.
         of_training: compare the sizes that matter only for training, in place of the sizes that decide what the model computes.
 
     Returns:
         The old and the new value of each key that differs.
     """
-    before, now = saved.get("model") or {}, job_facts(config)
+    before, now = saved.get("model"), job_facts(config)
+    if not before:
+        # A step of an older titan has no facts. Its keys may be unknown, or its package gone.
+        with suppress(ConfigError, ValueError, LookupError, TypeError, AttributeError):
+            old = tomllib.loads(saved["config"])
+            names = {"name", "flavor", "overrides"} & old["model"].keys()
+            model = {name: old["model"][name] for name in names}
+            tables = {"model": model, "task": old.get("task", {})}
+            before = job_facts(JobConfig.model_validate(tables))
+    before = before or {}
     # Another version of titan has other facts.
     shared = before.keys() & now.keys()
     found = {key: pair for key, pair in differing(before, now).items() if key in shared}
