@@ -216,7 +216,7 @@ def test_fp32_is_warned_of_on_accelerators(tmp_path: Path) -> None:
     assert advise(config, device="cpu") == []
     [warning] = advise(config, device="cuda")
     assert f"{tmp_path / 'job.toml'}:2: training.mixed_precision_param: float32" in warning
-    assert advise(load_config(write(tmp_path, "")), device="cuda") == []
+    assert advise(load_config(write(tmp_path, "[job]\ndescription = ''")), device="cuda") == []
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

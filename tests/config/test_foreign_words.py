@@ -58,8 +58,13 @@ def test_a_foreign_word_is_answered(hint: str, tmp_path: Path) -> None:
     ],
 )
 def test_an_answer_is_true(
-    line: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str,
+    answer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "job.toml"
     file.write_text("[training]\nsteps = 1\n")
     assert titan([str(file) if word == "JOB" else word for word in line.split()]) == 2

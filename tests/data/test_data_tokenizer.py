@@ -147,7 +147,7 @@ def test_rank_files_of_other_models_need_their_pattern(count: int, tmp_path: Pat
     ("name", "line", "why"),
     [
         ("tekken.json", b'{"config": {"default_vocab_size": 9}}', "is Mistral's tekken.json"),
-        ("x.tiktoken", b"{", "this is JSON, not ranks"),
+        ("x.tiktoken", b"{", "this is JSON or TOML, not ranks"),
         ("x.tiktoken", b"= 50256", "'=' is not base64, so a rank has no token"),
         ("x.tiktoken", b"\n\x0e\n\x05<unk>\x15\x00\x00", "SentencePiece"),
         ("x.tiktoken", b"YQ==", "not a line of 'base64-token rank'"),
@@ -443,7 +443,7 @@ def test_keys_of_files_beside_that_nothing_reads_are_named(
 ) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    templates = [{"name": name, "template": "x"} for name in ("default", "tool_use")]
+    templates = [{"name": name, "template": "x"} for name in ("default", "tool_use", "rag")]
     config |= {
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
@@ -456,7 +456,7 @@ def test_keys_of_files_beside_that_nothing_reads_are_named(
         TokenizerSection(path=str(tmp_path)), hf_assets_path=""
     ).unread
     assert first.endswith(
-        "tokenizer_config.json: not read: split_special_tokens, chat_template tool_use"
+        "tokenizer_config.json: not read: split_special_tokens, chat_template rag"
     )
     assert second.endswith("generation_config.json: not read: suppress_tokens, temperature")
 

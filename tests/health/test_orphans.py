@@ -86,7 +86,8 @@ def test_no_process_outlives_its_launcher(
     assert process.poll() is None, (tmp_path / "said.txt").read_text()
     process.send_signal(number)
     try:
-        gone = wait_for(lambda: process.poll() is not None and not marked(mark), 2)
+        # 2 s on idle cores; what is not asked to end never does.
+        gone = wait_for(lambda: process.poll() is not None and not marked(mark), 30)
         assert gone, [Path(f"/proc/{pid}/cmdline").read_text() for pid in marked(mark)]
     finally:
         for pid in marked(mark):

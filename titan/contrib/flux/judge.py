@@ -20,7 +20,7 @@ from .config import FluxConfig
 from .flow_matching import FlowBatch
 
 
-class Diffusers:
+class FluxJudge:
     """Judge of flow matching."""
 
     name = "diffusers"
@@ -63,4 +63,4 @@ class Diffusers:
             yield ours_BSC, expected_BSC, loss, their_loss
 
 
-judge = Diffusers()
+judge = FluxJudge()

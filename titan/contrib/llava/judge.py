@@ -20,7 +20,7 @@ from .config import LlavaConfig
 from .image_text import PictureBatch
 
 
-class Transformers:
+class LlavaJudge:
     """Judge of pictures with text."""
 
     name = "transformers"
@@ -70,4 +70,4 @@ class Transformers:
             yield ours_BSV, expected_BSV, loss, their_loss
 
 
-judge = Transformers()
+judge = LlavaJudge()

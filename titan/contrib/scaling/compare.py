@@ -26,7 +26,7 @@ from . import paired, picture, sweep
 from .budget import simulated
 from .law import Fit, load_law
 from .paired import FAR, Curve, Estimate
-from .sides import Side, measure_of, why_speeds_differ
+from .sides import Recipe, measure_of, why_speeds_differ
 
 SUMMARY = "Which of two recipes is better, in loss, tokens, time and money. docs/scaling.md"
 # A difference of so many half widths is found in 79% of comparisons with three seeds, and in 90% with ten (drawn).
@@ -35,7 +35,7 @@ _DECAYS = "the learning rate decays, so that prices in tokens are the least that
 
 
 @dataclass
-class Report:
+class PairReport:
     """What a comparison found.
 
     Attributes:
@@ -84,13 +84,13 @@ def main(argv: list[str] | None = None) -> int:
     elif words or options.short or options.hardware:
         word = [*words, *options.short, "--hardware"][0]
         raise mistake(word, "is for two jobs: runs are read as they are")
-    a, b = (Side.read(n, path, is_own=trains) for n, path in zip("AB", paths, strict=True))
+    a, b = (Recipe.read(n, path, is_own=trains) for n, path in zip("AB", paths, strict=True))
     configs = [side.first.config for side in (a, b)]
     differing = _require_different(configs, options)
     ranks = [side.first.ranks for side in (a, b)]
     read = [with_tokenizer(side.first.config, run=side.first.folder) for side in (a, b)]
     unit, curve, last, note = measure_of(read, ranks)
-    report = Report(unit, sorted(a.done.keys() & b.done.keys()), [note, *differing])
+    report = PairReport(unit, sorted(a.done.keys() & b.done.keys()), [note, *differing])
     _add_losses(report, a, b, last)
     if options.hardware:
         ranks = [nproc] * 2
@@ -174,16 +174,15 @@ def _require_different(configs: Sequence[JobConfig], options: Namespace) -> list
     for config in configs:
         # Seeds are paired, so that those of the first runs say nothing.
         debug = config.debug.model_copy(update={"seed": 0})
-        texts.append(to_toml(config.model_copy(update={"debug": debug})))
-    lines = differing_keys(*texts)
-    if not options.null and not any(" differ in " in line for line in lines):
+        texts.append(to_toml(config.model_copy(update={"debug": debug, "job": configs[0].job})))
+    if not options.null and texts[0] == texts[1]:
         raise InputError(
             "A and B are the same job: change one, or see with --null what noise does"
         )
-    return lines
+    return differing_keys(*texts)
 
 
-def _add_losses(report: Report, a: Side, b: Side, last: str) -> None:
+def _add_losses(report: PairReport, a: Recipe, b: Recipe, last: str) -> None:
     """Add the losses, and what became of the runs."""
     losses = []
     for seed in report.seeds:
@@ -205,7 +204,7 @@ def _add_losses(report: Report, a: Side, b: Side, last: str) -> None:
     report.notes.append(f"runs: {len(losses)} seeds that both finished")
 
 
-def _add_measured(report: Report, a: Side, b: Side) -> None:
+def _add_measured(report: PairReport, a: Recipe, b: Recipe) -> None:
     """Add time, memory and ranks of the runs, and the change of the time if it compares."""
     speeds, memory = (
         [
@@ -230,7 +229,7 @@ def _add_measured(report: Report, a: Side, b: Side) -> None:
 
 
 def _add_simulation(
-    report: Report, jobs: Sequence[Sequence[str]], hardware: str, *, ranks: int
+    report: PairReport, jobs: Sequence[Sequence[str]], hardware: str, *, ranks: int
 ) -> None:
     """Add time and memory of both jobs by simulation."""
     source = f"simulated on {ranks} x {hardware}"
@@ -248,7 +247,7 @@ def _add_simulation(
 
 
 def _add_times(
-    report: Report, speeds: Sequence[Sequence[float]], memory: Sequence[Sequence[float]]
+    report: PairReport, speeds: Sequence[Sequence[float]], memory: Sequence[Sequence[float]]
 ) -> None:
     """Add the rows of times and memory."""
     report.times = [1 / fmean(side) if side else 0.0 for side in speeds]
@@ -257,7 +256,7 @@ def _add_times(
 
 
 def _add_price(
-    report: Report, curves: Sequence[Sequence[Curve]], law: Fit | None, *, decays: bool
+    report: PairReport, curves: Sequence[Sequence[Curve]], law: Fit | None, *, decays: bool
 ) -> None:
     """Add what the gap costs in tokens, and in time for the same loss."""
     gap, time = report.gap, report.changes.get("time a token")
@@ -288,7 +287,7 @@ def _add_price(
         report.changes["time"] = Estimate(*map(sum, zip(time, tokens, strict=True)))
 
 
-def _add_money(report: Report, prices: Sequence[float], ranks: Sequence[int]) -> None:
+def _add_money(report: PairReport, prices: Sequence[float], ranks: Sequence[int]) -> None:
     """Add the money for tokens of each side, by its own price and ranks, and the money (or GPU time) for the same loss.
 
     Args:

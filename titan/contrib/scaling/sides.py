@@ -41,7 +41,7 @@ _NOISE = re.compile("drop|jitter|noise")
 
 
 @dataclass(frozen=True)
-class Entry:
+class SeedRun:
     """A run of a side.
 
     Attributes:
@@ -61,7 +61,7 @@ class Entry:
     ranks: int
 
     @staticmethod
-    def of(folder: Path, *, is_own: bool) -> Entry:
+    def of(folder: Path, *, is_own: bool) -> SeedRun:
         """Read the run of a folder, whatever became of it. Only an own run says which code may run."""
         config = load_config(folder / "config.toml")
         if not is_own:
@@ -84,7 +84,7 @@ class Entry:
             machine = f"{devices} of {facts['hostname']}"
         except (InputError, LookupError, TypeError):
             facts, machine = {}, _UNKNOWN
-        return Entry(folder, config, rows, state, machine, int(facts.get("world_size") or 1))
+        return SeedRun(folder, config, rows, state, machine, int(facts.get("world_size") or 1))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Side:
+class Recipe:
     """A recipe: runs of one job with several seeds.
 
     Attributes:
@@ -110,10 +110,10 @@ class Side:
     """
 
     name: str
-    runs: dict[int, Entry]
+    runs: dict[int, SeedRun]
 
     @staticmethod
-    def read(name: str, path: Path, *, is_own: bool) -> Side:
+    def read(name: str, path: Path, *, is_own: bool) -> Recipe:
         """Read a run folder, or a folder of them.
 
         Raises:
@@ -123,22 +123,22 @@ class Side:
         if (path / "config.toml").is_file():
             folders = [path]
         folders = folders or reading.folders_of(path)
-        runs: dict[int, Entry] = {}
+        runs: dict[int, SeedRun] = {}
         for folder in folders:
-            entry = Entry.of(folder, is_own=is_own)
+            entry = SeedRun.of(folder, is_own=is_own)
             other = runs.setdefault(entry.config.debug.seed, entry)
             if other is not entry:
                 raise InputError(f"{other.folder} and {entry.folder} have the same debug.seed")
         reading.require_shared([run.settings for run in runs.values()])
-        return Side(name, runs)
+        return Recipe(name, runs)
 
     @property
-    def first(self) -> Entry:
+    def first(self) -> SeedRun:
         """Return the run of the smallest seed."""
         return self.runs[min(self.runs)]
 
     @property
-    def done(self) -> dict[int, Entry]:
+    def done(self) -> dict[int, SeedRun]:
         """Return the runs with a final loss."""
         return {seed: run for seed, run in self.runs.items() if run.state == "done"}
 
@@ -214,7 +214,7 @@ def _difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     return next((f"{key} ({a.get(key)!s:.60} and {b.get(key)!s:.60})" for key in keys), "")
 
 
-def why_speeds_differ(a: Side, b: Side, seeds: Sequence[int]) -> str:
+def why_speeds_differ(a: Recipe, b: Recipe, seeds: Sequence[int]) -> str:
     """Return why the times of two sides' runs do not compare, or "" if they do."""
     places: dict[str, str] = {}
     for side in (a, b):

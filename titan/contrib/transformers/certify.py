@@ -123,13 +123,13 @@ def certify(certifier: Certifier) -> CertifiedLayout | None:
 def judge_of(config: JobConfig) -> Judge:
     """Return the program that a job's model comes from: transformers, unless another one knows it."""
     judges = load_plug_ins("titan.extensions", of="judge")
-    return next((judge for judge in judges if judge.knows(config)), Transformers())
+    return next((judge for judge in judges if judge.knows(config)), CausalJudge())
 
 
 def _lacks(config: JobConfig) -> str | None:
     """Return why no program has the model of a job that it could have, "" if none has such a kind, and None if one has it."""
     judge = judge_of(config)
-    if not isinstance(judge, Transformers):
+    if not isinstance(judge, CausalJudge):
         absent = find_spec(judge.name) is None
         return f"{judge.name} is not installed" if absent else None
     hooks, sizes = hooks_of(config.model.name), config.model.sizes
@@ -350,7 +350,7 @@ def _documents(batch: Any) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
             start += length
 
 
-class Transformers:
+class CausalJudge:
     """Judge of causal language models."""
 
     name = "transformers"
