@@ -35,18 +35,16 @@ class StepRecorder:
         recorder: the recorder of its modules.
     """
 
-    def __init__(self, step: TrainStep, *, full: bool = False, perturbed: int = 0) -> None:
+    def __init__(self, step: TrainStep, *, perturbed: int = 0) -> None:
         """Hook the modules of a train step.
 
         Args:
             step: the train step.
-            full: keep whole tensors, too.
             perturbed: see `Recorder`.
         """
         self.step = step
-        shapes = _shapes(step)
         self.recorder = Recorder(
-            step.model_parts, shapes, mesh=step.mesh, full=full, perturbed=perturbed
+            step.model_parts, _shapes(step), mesh=step.mesh, perturbed=perturbed
         )
 
         def gradients() -> None:
@@ -94,7 +92,7 @@ class StepRecorder:
                 name=t.name,
                 dtype=t.digest.dtype,
                 norm=None if t.digest.squares is None else t.digest.squares**0.5,
-                sums=t.digest.sums,
+                sums=t.digest.sums.tolist(),
                 copies=[[*pair] for pair in t.copies],
                 line=source_line(modules, t.name),
             )

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from titan.base.failure import RunFailure
+from titan.numerics.digests import local_of
 from titan.numerics.module_hooks import hook_outputs, is_recomputation
 
 Place = tuple[str, str, int]
@@ -57,7 +57,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
         if out is last[0]:
             return
         last[0], again = out, is_recomputation()
-        for x in tree_flatten(out)[0]:
+        for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 note("recomputed output" if again else "output", name, x)
                 if x.requires_grad and not again:
@@ -111,8 +111,7 @@ def fingerprint(x: Tensor) -> Tensor:
 
     It is a sum modulo 2**64 of words of 8 bytes, each times an odd number of its place. So any one bit that changes changes it.
     """
-    local = x.to_local() if isinstance(x, DTensor) else x
-    local = local.detach().resolve_conj().contiguous().flatten().view(torch.uint8)
+    local = local_of(x).detach().resolve_conj().contiguous().flatten().view(torch.uint8)
     local = nn.functional.pad(local, (0, -len(local) % 8))
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for words in local.view(torch.int64).split(_WORDS):
