@@ -23,22 +23,18 @@ class Digest:
     Attributes:
         sums: projections of each chunk of the first dimension, (P, C), float64 on the CPU.
         squares: sum of squares. None: the parts are yet to be added up, so the sum of their squares says nothing.
-        count: number of values.
         dtype: dtype of the tensor.
     """
 
     sums: Tensor
     squares: float | None
-    count: int
     dtype: str
 
     def __add__(self, other: Digest) -> Digest:
         """Return the digest of two parts of the same tensor."""
         known = self.squares is not None and other.squares is not None
         squares = self.squares + other.squares if known else None
-        return replace(
-            self, sums=self.sums + other.sums, squares=squares, count=self.count + other.count
-        )
+        return replace(self, sums=self.sums + other.sums, squares=squares)
 
 
 def digest_of(
@@ -75,7 +71,7 @@ def digest_of(
     if not x.ndim:
         sums = torch.zeros(PROJECTIONS, CHUNKS, dtype=torch.float64)
         sums[:, 0] = x.item()
-        return Digest(sums, squares, 1, dtype)
+        return Digest(sums, squares, dtype)
     projected = x.unsqueeze(-1)
     for place in reversed(range(1, x.ndim)):
         signs = _signs(indices[place], place).to(x)
@@ -85,20 +81,23 @@ def digest_of(
     projected = (projected * _signs(indices[0], 0).to(x)).double()
     chunks = (indices[0] * CHUNKS // max(1, lengths[0])).to(x.device)
     sums = projected.new_zeros(CHUNKS, PROJECTIONS).index_add_(0, chunks, projected)
-    return Digest(sums.T.cpu(), squares, local.numel(), dtype)
+    return Digest(sums.T.cpu(), squares, dtype)
 
 
 def _signs(indices: Tensor, place: int) -> Tensor:
-    """Return the signs of indices of a dimension, (len, P): bits of a mixed number (splitmix64)."""
+    """Return the signs of indices of a dimension, (len, P): bits of a mixed number."""
     # No small multiple of one factor is one of the other: a sign of two dimensions must not be one draw.
     seeds = (
         torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A
         + torch.tensor(place) * 0x2545F4914F6CDD1D
     )
-    x = indices[:, None] + seeds
+    return ((mixed(indices[:, None] + seeds) >> 31) & 1) * 2 - 1
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Return mixed numbers (splitmix64)."""
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return ((x >> 31) & 1) * 2 - 1
+    return (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
 
 
 def indices_of(value: Tensor) -> list[Tensor]:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +29,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from titan.numerics.digests import Digest, differ, digest_of, indices_of, local_of
 from titan.numerics.module_hooks import hook_outputs, is_recomputation
+from titan.numerics.recorded import RecordedTensor
 from titan.parallel.compile import is_compiled
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.selective import outside_selection
 
-from .digests import Digest, differ, digest_of, indices_of, local_of
-
 Dim = int | str
 """A dimension of a whole tensor: a length, or "B", "S", or "BS" for both in one."""
 
 
-@dataclass
-class JoinedTensor:
-    """A tensor of a recorded step.
-
-    Attributes:
-        kind: "batch", "weight" before the step, "output", "output gradient", "gradient" or "update".
-        name: module or parameter, by its name in the plain model.
-        digest: of the whole tensor.
-        copies: ranks whose copy of a part differs from the first rank's, each with that rank.
-    """
-
-    kind: str
-    name: str
-    digest: Digest
-    copies: list[tuple[int, int]] = field(default_factory=list)
+Key = tuple[str, str]
+"""Kind and name of a tensor, see `RecordedTensor`."""
+Place = tuple[Any, ...]
+"""Start and length of a part in each dimension, and its coordinate among addends."""
 
 
 def whole_shapes(
@@ -132,7 +122,7 @@ class Recorder:
         self.dp = _place(mesh, "dp_replicate", "dp_shard")
         self.tp = _place(mesh, "tp")
         self.active, self.batch_size = False, 0
-        self.seen: dict[tuple[str, str], dict[tuple[Any, ...], Digest]] = {}
+        self.seen: dict[Key, dict[Place, Digest]] = {}
         self.calls: Counter[str] = Counter()
         self.with_gradient: set[tuple[str, range]] = set()
         self.generator = torch.Generator().manual_seed(perturbed) if perturbed else None
@@ -307,7 +297,7 @@ class Recorder:
 
     # ---- joining ----------------------------------------------------------------------------------------
 
-    def end(self) -> list[JoinedTensor]:
+    def end(self) -> list[RecordedTensor]:
         """End the record of a step, and join the parts of all ranks.
 
         Returns:
@@ -320,20 +310,27 @@ class Recorder:
             dist.all_gather_object(everyone, self.seen)
             if dist.get_rank():
                 return []
-        parts: dict[tuple[str, str], dict[tuple[Any, ...], list[tuple[int, Digest]]]] = {}
+        parts: dict[Key, dict[Place, list[tuple[int, Digest]]]] = {}
         for rank, seen in enumerate(everyone):
             for key, places in seen.items():
                 for place, digest in places.items():
                     parts.setdefault(key, {}).setdefault(place, []).append((rank, digest))
-        return [_join(*key, [*places.values()]) for key, places in parts.items()]
+        named = (part.named_modules() for part in self.parts)
+        modules = {canonical_name(name): module for name, module in chain(*named)}
+        return [
+            _join(*key, [*places.values()], source_line(modules, key[1]))
+            for key, places in parts.items()
+        ]
 
 
-def _join(kind: str, name: str, parts: list[list[tuple[int, Digest]]]) -> JoinedTensor:
+def _join(
+    kind: str, name: str, parts: list[list[tuple[int, Digest]]], line: str
+) -> RecordedTensor:
     """Join the parts of a tensor, of which several ranks may have copies."""
     digests: list[Digest] = []
-    differing: list[tuple[int, int]] = []
+    differing: list[list[int]] = []
     for (rank, first), *others in parts:
-        away = [(other, rank) for other, digest in others if differ(first, digest)]
+        away = [[other, rank] for other, digest in others if differ(first, digest)]
         if away and kind == "output gradient":
             # Each rank has the gradient of its own uses. The backward pass adds them up before this module.
             sums = sum((digest.sums for _, digest in others), first.sums)
@@ -341,7 +338,9 @@ def _join(kind: str, name: str, parts: list[list[tuple[int, Digest]]]) -> Joined
         else:
             differing += away
         digests.append(first)
-    return JoinedTensor(kind, name, sum(digests[1:], digests[0]), differing)
+    whole = sum(digests[1:], digests[0])
+    norm = None if whole.squares is None else whole.squares**0.5
+    return RecordedTensor(kind, name, whole.dtype, norm, whole.sums.tolist(), differing, line)
 
 
 def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

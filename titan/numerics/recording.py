@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 import titan
 from titan.base.run_folder import git_state
 from titan.config.layout import AXES
-from titan.numerics.recorded import RecordedStep, RecordedTensor
-from titan.numerics.recorder import Recorder, source_line, whole_shapes
+from titan.numerics.recorded import RecordedStep
+from titan.numerics.recorder import Recorder, whole_shapes
 from titan.parallel import shard_sequence
-from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.tensor_styles import argument_names
 from titan.step.train_step import StepReport, TrainStep
@@ -81,23 +80,6 @@ class StepRecorder:
         """
         step = self.step
         self.recorder.parameters("update")
-        modules = {
-            canonical_name(name): module
-            for part in step.model_parts
-            for name, module in part.named_modules()
-        }
-        tensors = [
-            RecordedTensor(
-                kind=t.kind,
-                name=t.name,
-                dtype=t.digest.dtype,
-                norm=None if t.digest.squares is None else t.digest.squares**0.5,
-                sums=t.digest.sums.tolist(),
-                copies=[[*pair] for pair in t.copies],
-                line=source_line(modules, t.name),
-            )
-            for t in self.recorder.end()
-        ]
         about = {
             "titan": titan.__version__,
             "torch": torch.__version__,
@@ -111,7 +93,7 @@ class StepRecorder:
             axes={axis: n for axis in AXES if (n := axis_size(step.mesh, axis)) > 1},
             computes_in=str(step.config.training.mixed_precision_param),
             about=about | {"commit": git_state(Path(titan.__file__).parent)},
-            tensors=tensors,
+            tensors=self.recorder.end(),
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from titan.base.failure import RunFailure
-from titan.numerics.digests import local_of
+from titan.numerics.digests import local_of, mixed
 from titan.numerics.module_hooks import hook_outputs, is_recomputation
 
 Place = tuple[str, str, int]
@@ -123,11 +123,8 @@ def fingerprint(x: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Return odd factors for the words of a piece: mixed numbers (splitmix64)."""
-    x = torch.arange(_WORDS, device=device) * 0x1E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return x | 1
+    """Return odd factors for the words of a piece."""
+    return mixed(torch.arange(_WORDS, device=device) * 0x1E3779B97F4A7C15) | 1
 
 
 def describe(found: Iterable[tuple[int, Place, int, str] | None]) -> str:

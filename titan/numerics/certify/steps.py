@@ -177,30 +177,29 @@ def ratios(
         least: the least size that a parameter is compared with, as a share of the size of all. Some gradients are zero but for
             rounding, such as those of biases of keys.
     """
-    expected = reference[what]
-    if isinstance(expected, list):
-        runs = [zip(result[what], expected, strict=True) for result in results]
-        pairs = [[(abs(a - b), abs(b)) for a, b in run] for run in runs]
-        return {
-            step: max(map(_ratio, run)) for step, run in enumerate(zip(*pairs, strict=True), 1)
-        }
-    held = [result[what] for result in results]
+    expected, *held = (_by_name(run[what]) for run in (reference, *results))
     if not any(held):  # early steps in the backward pass use the gradients up
         return {}
-    sizes = {name: torch.linalg.vector_norm(e).item() for name, e in expected.items()}
-    floor = least * math.hypot(*sizes.values())
+    sizes = {name: _size(e) for name, e in expected.items()}
+    floor = least * math.hypot(*sizes.values()) * isinstance(reference[what], dict)
     found = dict.fromkeys({*expected}.union(*held), math.inf)
     for name, e in expected.items():
         # Another pipeline stage's is missing.
-        away = [torch.linalg.vector_norm(h[name] - e).item() for h in held if name in h]
+        away = [_size(h[name] - e) for h in held if name in h]
         if away:
-            found[name] = max(_ratio((d, max(sizes[name], floor))) for d in away)
+            found[name] = max(_ratio(d, max(sizes[name], floor)) for d in away)
     return found
 
 
-def _ratio(pair: tuple[float, float]) -> float:
-    difference, size = pair
-    ratio = difference and difference / size if size else difference and math.inf
-    return (
-        math.inf if math.isnan(ratio) else ratio
-    )  # max() passes over NaN, which equals nothing
+def _by_name(values: Any) -> dict[Any, Any]:
+    return dict(enumerate(values, 1)) if isinstance(values, list) else values
+
+
+def _size(x: Tensor | float) -> float:
+    return torch.linalg.vector_norm(x).item() if isinstance(x, Tensor) else abs(x)
+
+
+def _ratio(difference: float, size: float) -> float:
+    ratio = difference and (difference / size if size else math.inf)
+    # max() passes over NaN, which equals nothing.
+    return math.inf if math.isnan(ratio) else ratio

@@ -23,33 +23,22 @@ class SavedTensor:
 
     Attributes:
         name: its name in the checkpoint.
-        count: values.
         other: values with other bits.
         wrong: values that differ beyond rounding.
-        index: place of the value that is furthest off.
-        saved: that value in the checkpoint.
-        computed: the same, computed again.
         limit: differences up to here are within rounding.
-        bits: number of bits in which the two values differ.
-        share: their distance as a share of the largest value of the tensor.
+        share: distance of the value that is furthest off, as a share of the largest value of the tensor.
+        text: that value in words.
     """
 
     name: str
-    count: int
     other: int = 0
     wrong: int = 0
-    index: tuple[int, ...] = ()
-    saved: float = 0.0
-    computed: float = 0.0
     limit: float = 0.0
-    bits: int = 0
     share: float = 0.0
+    text: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
-        many = f"; {self.wrong:,} of its {self.count:,} values differ" if self.wrong > 1 else ""
-        flip = " (one bit)" if self.bits == 1 else ""
-        return f"{where} is {self.saved:.9g}, and {self.computed:.9g} when computed again{flip}{many}"
+        return self.text
 
 
 @dataclass
@@ -175,7 +164,7 @@ def _compare(
     apart = a.view(kind) != b.view(kind)
     other, limit = int(apart.sum()), 0.0
     if not other:
-        return SavedTensor(name, a.numel())
+        return SavedTensor(name)
     away = _distance(a, b)
     if c is not None:
         # A value near 0 in Adam's denominator moves by far more than its neighbours, and another one in each layout.
@@ -184,14 +173,17 @@ def _compare(
         limit += float(b.abs().nan_to_num(posinf=0.0).max()) * torch.finfo(b.dtype).eps
     beyond = (away > limit) & apart
     if not (wrong := int(beyond.sum())):
-        return SavedTensor(name, a.numel(), other, limit=limit)
+        return SavedTensor(name, other, limit=limit)
     furthest = torch.where(beyond, away, -1.0).argmax()
     at = tuple(int(i) for i in torch.unravel_index(furthest, a.shape))
     flipped = int(a.view(kind)[at]) ^ int(b.view(kind)[at])
     bits = (flipped & (2 ** (8 * a.element_size()) - 1)).bit_count()
     share = float(away[at]) / (float(b.double().abs().max()) or 1.0)
-    values = float(a[at]), float(b[at])
-    return SavedTensor(name, a.numel(), other, wrong, at, *values, limit, bits, share)
+    where = f"{name}[{', '.join(map(str, at))}]" if at else name
+    text = f"{where} is {float(a[at]):.9g}, and {float(b[at]):.9g} when computed again"
+    text += " (one bit)" if bits == 1 else ""
+    text += f"; {wrong:,} of its {a.numel():,} values differ" if wrong > 1 else ""
+    return SavedTensor(name, other, wrong, limit, share, text)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
