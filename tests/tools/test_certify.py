@@ -42,7 +42,8 @@ def model(name: str, flavor: str = "tiny", **sections: Any) -> JobConfig:
 
 
 def verdict(config: JobConfig, layout: str, **options: Any) -> CertifiedLayout:
-    certifier = Certifier(config, resolve_layout(config, 1), **options)
+    certifier = Certifier(config, resolve_layout(config, 1))
+    vars(certifier).update(options)
     return certifier.certify(layout, LAYOUTS[layout])
 
 
@@ -371,11 +372,12 @@ def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_difference_is_exit_code_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path := tmp_path / "tiny.toml").write_text(TINY)
     options = [str(path), "--layouts", "fsdp", "--output", str(tmp_path)]
-    assert command.main(options, program=planted.doubled_gradient) == 1
+    monkeypatch.setattr(steps, "train_job", planted.doubled_gradient)
+    assert command.main(options) == 1
     assert "differs (layers.1.feed_forward.w2" in capsys.readouterr().out
 
 

@@ -121,6 +121,12 @@ def indices_of(value: Tensor) -> list[Tensor]:
     return indices
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a copy of a tensor that may be sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
 def local_of(x: Tensor) -> Tensor:
     """Return this rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x

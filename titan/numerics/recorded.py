@@ -1,4 +1,4 @@
-"""Recorded steps of a run, in `recorded/step-N.json` of its folder. The hook of titan/numerics/recording_hook.py writes them."""
+"""Recorded steps of a run, in `recorded/step-N.json` of its folder. The hook of titan/numerics/recording.py writes them."""
 
 from __future__ import annotations
 

@@ -383,9 +383,7 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
         name = name.rpartition(".")[0]
     if name not in modules:
         return ""
-    # FSDP puts a class of its own around that of the model.
-    kind = next(c for c in type(modules[name]).__mro__ if "forward" in vars(c))
-    function = inspect.unwrap(kind.forward)
+    function: Any = inspect.unwrap(type(modules[name]).forward)
     try:
         file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
     except (OSError, TypeError):

@@ -82,28 +82,26 @@ class CertifiedLayout:
 
 
 class Certifier:
-    """Comparison of the layouts of a job with one process."""
+    """Comparison of the layouts of a job with one process.
 
-    def __init__(
-        self,
-        config: JobConfig,
-        layout: Layout,
-        program: Callable[..., Any] | None = None,
-        cut: Callable[..., Any] | None = None,
-    ) -> None:
+    Attributes:
+        program: what a rank runs to train a job.
+        cut: what it runs to cut the model of a job.
+    """
+
+    def __init__(self, config: JobConfig, layout: Layout) -> None:
         """Shrink a job.
 
         Args:
             config: the job.
             layout: its layout.
-            program: replaces `train_job` on the ranks, for tests.
-            cut: replaces `cut_differences`, for tests.
         """
         from titan.numerics.certify.cuts import cut_differences
         from titan.numerics.certify.steps import train_job
 
-        self.config, self.layout, self.program = config, layout, program or train_job
-        self.cut = cut or cut_differences
+        self.program: Callable[..., Any] = train_job
+        self.cut: Callable[..., Any] = cut_differences
+        self.config, self.layout = config, layout
         self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
         more = MORE if self.is_8bit or config.compile.enable else ()
@@ -304,7 +302,7 @@ class Certifier:
         return self.runs[key]
 
 
-def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError` and an `InputError`."""
     names = ["all", *LAYOUTS, _OWN]
     parser = parser_of("certify")
@@ -318,7 +316,7 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     world = options.world_size or least_world(load_from_argv(job, options=known, warn=False))
     config, layout = load_to_run(job, world_size=world, options=known)
     check_target("--output", options.output, is_folder=True)
-    certifier, rows = Certifier(config, layout, program), []
+    certifier, rows = Certifier(config, layout), []
     layouts = certifier.layouts(None if "all" in chosen else chosen)
     each = [partial(certifier.certify, *layout) for layout in layouts.items()]
     for certify in (certifier.certify_source, *each):

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titan.base.failure import UserError
 from titan.config.layout import resolve_layout
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
+from titan.numerics.digests import whole
 from titan.numerics.recording import StepRecorder
 from titan.parallel import build_mesh
 from titan.parallel.init_weights import canonical_name
@@ -151,12 +151,6 @@ def named_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]
 def whole_gradients(train_step: TrainStep) -> dict[str, Tensor]:
     """Gather the gradients of this rank's model parts."""
     return {n: whole(p.grad) for n, p in named_parameters(train_step) if p.grad is not None}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a copy of a tensor that may be sharded."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 # ---- comparison ----------------------------------------------------------------------------------

@@ -39,7 +39,6 @@ from titan.observe.run_log import read_events
 if TYPE_CHECKING:
     from titan.numerics.diff.saved import SavedTensor
 
-_LATER = "the update of step {}: its loss and gradient norm are equal"
 _CLOCKS = ("throughput/", "memory/")
 _COLUMNS, _OTHERS = TABLES["columns"], TABLES["uncompared"]["columns"]
 # A wrong update moves the next loss by less than this share, and other samples by more.

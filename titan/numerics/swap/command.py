@@ -133,7 +133,9 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     ]
     if not put_json(found, options.json):
         lines = differing_keys(to_toml(config), to_toml(asked), "old and new")
-        print("\n".join([*lines, *_lines(found, proofs), *found["result"]]))
+        for proof in proofs.values():
+            lines += proof.lines()
+        print("\n".join([*lines, *found["result"]]))
     if FOLDER not in proofs or not proofs[FOLDER].passes:
         rmtree(handover.work)
         return _REFUSED if options.or_refuse else 1
@@ -182,12 +184,13 @@ def _require_named(
     Raises:
         ConfigError: one is not named, or the new job could not go on.
     """
+    fix = (
+        "changes what is learned or measured: set it back, or, if that is meant, add --changes"
+    )
     wrong = {}
     for key, _, values in (line.partition(": ") for line in change_lines(changes)):
         if not any(f"{key}.".startswith(f"{name}.") for name in named):
-            wrong[key] = (
-                f"{values} changes what is learned or measured: set it back, or, if that is meant, add --changes {key}"
-            )
+            wrong[key] = f"{values} {fix} {key}"
     section = new.checkpoint
     if section.why_unsaved or "://" in section.folder or Path(section.folder).is_absolute():
         wrong["checkpoint.folder"] = "the new job has to save in a folder below its run folder"
@@ -207,23 +210,12 @@ def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
     return toml_lines(dict(leaves(data)))
 
 
-def _lines(found: Mapping[str, Any], proofs: Mapping[str, Proof]) -> list[str]:
-    """Return the comparisons and the figures of both jobs in words."""
-    lines = [line for proof in proofs.values() for line in proof.lines()]
-    return lines + [f"{name}: {_figures(found[name])}" for name in ("old", "new", "predicted")]
-
-
 def _outlook(found: Mapping[str, Any]) -> str:
     """Return what the run loses and gains, in words."""
     text = f"{found['again']:,} steps since step {found['step']:,} will be trained again"
-    speed, expected = found["new"].get("tokens_per_s"), found["predicted"]
+    speed, expected = found["new"]["tokens_per_s"], found["predicted"]
     if speed and "low" in expected:
-        is_odd = not expected["low"] <= speed <= expected["high"]
-        text += f"; {speed:,.0f} tokens/s, {'OUTSIDE' if is_odd else 'within'} the simulator's {expected['low']:,.0f} to {expected['high']:,.0f}"
+        low, high = expected["low"], expected["high"]
+        where = "within" if low <= speed <= high else "OUTSIDE"
+        text += f"; {speed:,.0f} tokens/s, {where} the simulator's {low:,.0f} to {high:,.0f}"
     return f"{text}; compared in {found['seconds']:,.0f} s"
-
-
-def _figures(facts: Mapping[str, Any]) -> str:
-    """Return versions, speed and memory in words."""
-    words = {k: f"{v:,.2f}" if isinstance(v, float) else v for k, v in facts.items()}
-    return ", ".join(f"{name} {word}" for name, word in words.items() if isinstance(word, str))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from titan.checkpoint.identity import differing, freedom, settings
@@ -22,7 +23,7 @@ from titan.config.schema import JobConfig
 from titan.numerics.diff.command import train
 from titan.numerics.diff.recompute import Record, recomputation
 from titan.numerics.swap.handover import Handover, toml_lines
-from titan.numerics.swap.proof import EQUAL, Proof, prove, speed
+from titan.numerics.swap.proof import EQUAL, Proof, prove
 from titan.numerics.tables import TABLES
 
 _PLAIN = 3  # steps without a record, whose time counts
@@ -83,15 +84,14 @@ class Experiment:
         rounds = getattr(self.old.config.optimizer, "stochastic_rounding", False)
         if (draws or rounds) and not is_same and not self.quiet:
             self.quiet = {"debug.draws": False}
-            self.quiet |= {"optimizer.stochastic_rounding": False} if rounds else {}
+            if rounds:
+                self.quiet["optimizer.stochastic_rounding"] = False
             return self.compare(exact=exact)
-        again = partial(self._trained, "old again", self.old, keys)
+        name, why = "old again", ""
         if not is_same:
-            more = _disturbance(self.new.config) | keys
-            again = partial(self._trained, "disturbed old", self.old, more)
-        why = (
-            "the model draws random numbers outside of modules" if draws and not is_same else ""
-        )
+            name, keys = "disturbed old", _disturbance(self.new.config) | keys
+            why = "the model draws random numbers outside of modules" if draws else ""
+        again = partial(self._trained, name, self.old, keys)
         return settle(one, two, again, is_same=is_same, why=why)
 
     @property
@@ -111,11 +111,13 @@ class Experiment:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """Return versions, speed and memory of both jobs."""
+        """Return versions and speed of both jobs. A speed of 0 is not known."""
         found = {}
         for name, side in (("old", self.old), ("new", self.new)):
             run = self._trained(name, side, {})
-            found[name] = run.recorded[0].about | speed(run, after=self.steps[-1])
+            rows = [row for step, row in run.rows.items() if step > self.steps[-1]]
+            speed = median([row["tokens_per_s"] for row in rows] or [0.0])
+            found[name] = run.recorded[0].about | {"tokens_per_s": speed}
         return found
 
     def compare_first(self, words: list[str]) -> Proof:
@@ -131,11 +133,9 @@ class Experiment:
         keys = {key: keys[key] for key in _SHORT if key in keys} | self.quiet
 
         def trained(name: str) -> Record:
-            def make(place: Path) -> None:
-                shutil.copytree(self.handover.work / "run", place)
-                self._train(words, f"{name}, step {step:,} in the new folder", new, keys, place)
-
-            return Record(self.handover.part(name, make), None)
+            what = f"{name}, step {step:,} in the new folder"
+            folder = self._folder(name, new, words, what, keys, begun=self.handover.run)
+            return Record(folder, None)
 
         on, first = trained("going on"), self._trained("new", new, {})
         return settle(on, first, partial(trained, "going on again"), is_same=True)
@@ -155,20 +155,40 @@ class Experiment:
         full = f"{name}{' in float32' * is_exact}{' without draws' * bool(self.quiet)}"
         what = f"steps {self.steps[0]:,} to {self.steps[-1]:,} of the {full} job"
 
-        def make(place: Path) -> None:
-            self._train(side.words, what, side, keys, place)
-
-        folder = self.handover.part(full, make)
+        folder = self._folder(full, side, side.words, what, keys)
         return Record(folder, folder / "checkpoint" / f"step-{self.last}")
 
-    def _train(
-        self, words: list[str], what: str, side: Side, keys: Mapping[str, Any], place: Path
-    ) -> None:
-        lines = {**keys, "job.dump_folder": str(place)}
-        # A file, since a command line has no tables.
-        overlay = self.handover.job("keys", toml_lines(lines))
-        words = [word for word in words if word[2:].partition("=")[0] not in lines]
-        train([*words, overlay], ranks=side.ranks, what=what, python=side.python)
+    def _folder(
+        self,
+        name: str,
+        side: Side,
+        words: list[str],
+        what: str,
+        keys: Mapping[str, Any],
+        *,
+        begun: Path | None = None,
+    ) -> Path:
+        """Return the run folder of a job, which is trained unless a killed command has done so.
+
+        Args:
+            name: name of the folder.
+            side: its environment and ranks.
+            words: its files and keys.
+            what: the job in words.
+            keys: keys that replace those of the words.
+            begun: a run folder that the run goes on in a copy of.
+        """
+
+        def make(place: Path) -> None:
+            if begun is not None:
+                shutil.copytree(begun, place)
+            lines = {**keys, "job.dump_folder": str(place)}
+            # A file, since a command line has no tables.
+            overlay = self.handover.job("keys", toml_lines(lines))
+            kept = [word for word in words if word[2:].partition("=")[0] not in lines]
+            train([*kept, overlay], ranks=side.ranks, what=what, python=side.python)
+
+        return self.handover.part(name, make)
 
 
 def settle(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from titan.config.schema import JobConfig
@@ -40,12 +39,9 @@ class StepProof:
     first: str
 
     def __str__(self) -> str:
-        why = (
-            f" (largest difference: {self.worst:.0%} of the bound)"
-            if self.verdict == ROUNDED
-            else ""
-        )
-        why = f": {self.first}" if self.first else why
+        why = f": {self.first}" if self.first else ""
+        if self.verdict == ROUNDED:
+            why = f" (largest difference: {self.worst:.0%} of the bound)"
         return f"{self.step:>8,}  {self.old_loss:<10.7g}  {self.new_loss:<10.7g}  {self.verdict}{why}"
 
 
@@ -76,8 +72,8 @@ class Proof:
     @property
     def first(self) -> str:
         """Return the first difference, in words."""
-        found = [step.first for step in self.steps if step.first] + self.saved
-        return found[0] if found else "the step was not trained"
+        found = filter(None, (*(step.first for step in self.steps), *self.saved))
+        return next(found, "the step was not trained")
 
     @property
     def may_be_clear(self) -> bool:
@@ -91,14 +87,11 @@ class Proof:
 
     def lines(self) -> list[str]:
         """Return the lines of the report."""
-        what = (
-            f"{self.compared:,} tensors in {self.precision}, {self.left_out:,} in one job only"
-        )
         lines = [
             "    step  old loss    new loss",
             *map(str, self.steps),
             *self.saved[:_SHOWN],
-            f"{self.verdict}: {what}",
+            f"{self.verdict}: {self.compared:,} tensors in {self.precision}, {self.left_out:,} in one job only",
         ]
         if self.verdict == ROUNDED:
             text = ", ".join(f"{kind} {limit:.0e}" for kind, limit in self.hidden.items())
@@ -127,7 +120,7 @@ def prove(
     """
     from titan.numerics.diff.saved import compare_steps
 
-    third = spread.recorded if spread else ()
+    third, third_saved = (spread.recorded, spread.saved) if spread else ((), None)
     steps, findings = [], list[str]()
     for a, b in zip(old.recorded, new.recorded, strict=False):
         found = compare([a], [b], third, exact=is_exact)
@@ -136,13 +129,9 @@ def prove(
         steps.append(StepProof(a.step, a.loss, b.loss, verdict, found.worst, first))
     verdicts = [step.verdict for step in steps] or [DIFFERS]
     if old.saved is not None and new.saved is not None:
-        saved = compare_steps(
-            new.saved, old.saved, spread.saved if spread else None, rounds=rounds
-        )
-        texts = (*saved.other, *saved.wrong)
-        findings = [
-            f"saved: {text}".replace("when computed again", "in the old job") for text in texts
-        ]
+        saved = compare_steps(new.saved, old.saved, third_saved, rounds=rounds)
+        texts = (f"saved: {text}" for text in (*saved.other, *saved.wrong))
+        findings = [text.replace("when computed again", "in the old job") for text in texts]
         verdicts.append(DIFFERS if findings else EQUAL if saved.equal_bits else ROUNDED)
     verdict = max(verdicts, key=VERDICTS.index)
     whole = compare(old.recorded, new.recorded, third, exact=is_exact)
@@ -183,21 +172,9 @@ def verdict_of(proofs: Mapping[str, Proof], what: str) -> str:
         return f"CANNOT BE TOLD: {decides.unclear}"
     worst = max(step.worst for step in decides.steps)
     how = f" (largest difference: {worst:.0%} of the bound)" if worst else ""
-    more = (
-        f"; float32 decides, since in {first.precision} {first.unclear}"
-        if first.unclear
-        else ""
-    )
-    return (
-        f"PASS: {decides.verdict}{how} in {what}{more}; so is the first step in the new folder"
-    )
-
-
-def speed(run: Record, *, after: int) -> dict[str, float]:
-    """Return the median tokens/s, and GiB of a rank, in a run's steps after one."""
-    rows = [row for step, row in run.rows.items() if step > after]
-    names = ("tokens_per_s", "memory_gib") if rows else ()
-    return {name: median(row[name] for row in rows) for name in names}
+    if first.unclear:
+        what += f"; float32 decides, since in {first.precision} {first.unclear}"
+    return f"PASS: {decides.verdict}{how} in {what}; so is the first step in the new folder"
 
 
 def predict(config: JobConfig, ranks: int) -> dict[str, Any]:
