@@ -103,15 +103,8 @@ def first_difference(
     one: Mapping[Place, Tensor], two: Mapping[Place, Tensor]
 ) -> tuple[int, Place] | None:
     """Return number and place of the first difference of two evaluations, or None. It waits for the device."""
-    for number, (place, other) in enumerate(zip_longest(one, two)):
-        if place != other:
-            return number, place or other
-    if not one:
-        return None
-    device = next(iter(one.values())).device
-    a, b = (torch.stack([x.to(device) for x in bits.values()]) for bits in (one, two))
-    differing = (a != b).nonzero().flatten().tolist()
-    return (differing[0], [*one][differing[0]]) if differing else None
+    pairs = enumerate(zip_longest(one.items(), two.items()))
+    return next(((number, (a or b)[0]) for number, (a, b) in pairs if a != b), None)
 
 
 @torch.no_grad()
@@ -145,18 +138,16 @@ def describe(found: Iterable[tuple[int, Place, int, str] | None]) -> str:
     differing = [one for one in found if one is not None]
     if not differing:
         return ""
-    earliest = min(number for number, *_ in differing)
+    earliest, (kind, name, call), *_ = min(differing)
     first = [one for one in differing if one[0] == earliest]
-    _, (kind, name, call), *_ = first[0]
+    later = sorted(rank for number, _, rank, _ in differing if number != earliest)
     who = " and ".join(f"rank {rank} on {host}" for *_, rank, host in first[:4])
     who += f" and {len(first) - 4} more" if len(first) > 4 else ""
-    later = sorted(rank for *_, rank, _ in differing if rank not in {r for *_, r, _ in first})
-    where = f"the {kind} of {name or 'the model'}" + (f", call {call}" if call > 1 else "")
-    return f"{who}: other bits the second time, first in {where}" + (
-        f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})"
-        if later
-        else ""
-    )
+    text = f"{who}: other bits the second time, first in the {kind} of {name or 'the model'}"
+    text += f", call {call}" if call > 1 else ""
+    if later:
+        text += f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})"
+    return text
 
 
 # ---- the hook -------------------------------------------------------------------------------------

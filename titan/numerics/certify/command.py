@@ -96,11 +96,10 @@ class Certifier:
             config: the job.
             layout: its layout.
         """
-        from titan.numerics.certify.cuts import cut_differences
-        from titan.numerics.certify.steps import train_job
+        from titan.numerics.certify import steps
 
-        self.program: Callable[..., Any] = train_job
-        self.cut: Callable[..., Any] = cut_differences
+        self.program: Callable[..., Any] = steps.train_job
+        self.cut: Callable[..., Any] = steps.cut_differences
         self.config, self.layout = config, layout
         self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
@@ -182,7 +181,7 @@ class Certifier:
         Returns:
             What is wrong with the job's stages; where else the model could not be cut; keys of a small job that is cut elsewhere.
         """
-        from titan.numerics.certify.cuts import parted
+        from titan.numerics.certify.steps import parted
 
         deep = self._deep(whole.model.sizes.n_layers)
         plain: dict[str, Any] = {

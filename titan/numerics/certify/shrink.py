@@ -139,7 +139,7 @@ def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[
         value = getattr(sizes, name)
         if "window" in name:
             small[name] = min(value, WINDOW)
-        elif value > 2 * unit and _is_size(sizes, name, value):
+        elif value > 2 * unit and _halved(sizes, name).num_params < sizes.num_params:
             # Channels of a head, such as those of latent attention, shrink as heads do.
             of_head = "head_dim" in name
             scale = (head, sizes.head_dim, unit // 2) if of_head else (dim, sizes.dim, unit)
@@ -154,9 +154,8 @@ def _scaled(value: int, small: int, large: int, unit: int) -> int:
     return max(unit, unit * round(value * small / large / unit))
 
 
-def _is_size(sizes: Any, name: str, value: int) -> bool:
-    """Return whether the model has fewer parameters with half of a field's value."""
-    return replace_fields(sizes, {name: value // 2}).num_params < sizes.num_params
+def _halved(sizes: Any, name: str) -> Any:
+    return replace_fields(sizes, {name: getattr(sizes, name) // 2})
 
 
 def _num_experts(sizes: Any) -> int:

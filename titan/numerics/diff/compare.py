@@ -146,7 +146,9 @@ def compare(
             compared += 1
             ratio = distance(a[key], b[key])
             factor = 1.0 if kind in ("batch", "weight") else inherited
-            allowed = 0.0 if exact else factor * _allowed(kind, normal[key])
+            most = _BEYOND_OF.get(kind, BEYOND) * normal[key]
+            # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
+            allowed = min(most, max(BEYOND * normal[key], _FEW)) * factor * (not exact)
             limits[kind] = max(allowed, limits.get(kind, 0.0))
             if ratio <= allowed and not b[key].copies:
                 worst, last = max(worst, ratio and ratio / allowed), _words(*key)
@@ -166,13 +168,6 @@ def _inherited(
     weights = [key for key in a if key[0] == "weight" and key in b]
     shares = [distance(a[key], b[key]) / normal[key] for key in weights]
     return min(max(1.0, *shares), _BEYOND_OF["weight"]) if shares else 1.0
-
-
-def _allowed(kind: str, normal: float) -> float:
-    """Return the largest relative difference that rounding explains."""
-    most = _BEYOND_OF.get(kind, BEYOND) * normal
-    # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
-    return min(most, max(BEYOND * normal, _FEW))
 
 
 def in_order(step: RecordedStep) -> list[Key]:

@@ -35,17 +35,18 @@ from titan.config.schema import JobConfig
 from titan.data.special_tokens import fingerprint
 from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys
-from titan.numerics.swap.experiment import Experiment, Side
-from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
-from titan.numerics.swap.proof import (
+from titan.numerics.swap.experiment import (
     AS_THEY_ARE,
     DIFFERS,
     FLOAT32,
     FOLDER,
+    Experiment,
     Proof,
+    Side,
     predict,
     verdict_of,
 )
+from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
 from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
 
@@ -72,7 +73,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     config, saved, lost = recompute.open_run(run, keys)
     recompute.require_permissions(lost, config, has_base=True)
     size = read_json(run / "environment.json", recompute.Facts, within=run).world_size
-    last = config.training.steps
+    last, old_toml = config.training.steps, to_toml(config)
     base = recompute.newest_start(saved, before=last)
     if base is None:
         raise InputError(f"{run} has no whole checkpoint before its last step, {last:,}")
@@ -88,16 +89,16 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     sequences = recompute.sequences_of(config, size), recompute.sequences_of(asked, ranks)
     terms = differing(job_facts(config), job_facts(asked))
 
-    def changed(old_toml: str) -> dict[str, Any]:
-        found = changed_settings(old_toml, asked, sequences=sequences)
+    def changed(before: str) -> dict[str, Any]:
+        found = changed_settings(before, asked, sequences=sequences)
         # A number format is compared, within its own bounds.
         return {key: pair for key, pair in found.items() if freedom(key) != "format"} | terms
 
     # Keys of the command line say where the old job finds its data, too. They may not hide that the new job has other data.
     changes = changed((run / "config.toml").read_text("utf-8"))
     _require_named(changes, asked, options.changes)
-    kept = _job_lines(asked, changed(to_toml(config)))
-    plan = fingerprint(vars(options), to_toml(config), kept)
+    kept = _job_lines(asked, changed(old_toml))
+    plan = fingerprint(vars(options), old_toml, kept)
     handover = Handover(Path(asked.job.dump_folder), plan)
     again = shlex.join(["titan", "train", *words, f"--nproc={ranks}"])
     goes_on = f"`{again}` goes on in {handover.target}"
@@ -108,7 +109,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     job = handover.job("new", kept)
     compared, _ = load_to_run([job], world_size=ranks, warn=False)
     new = Side([job], compared, ranks, options.python)
-    old = Side([handover.job("old", to_toml(config))], config, size, sys.executable)
+    old = Side([handover.job("old", old_toml)], config, size, sys.executable)
     start = handover.copy(run, saved, step, asked.checkpoint.folder)
     steps = range(step + 1, min(step + options.steps, last) + 1)
     tried = Experiment(handover, start, steps, old, new)
@@ -132,7 +133,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         _outlook(found),
     ]
     if not put_json(found, options.json):
-        lines = differing_keys(to_toml(config), to_toml(asked), "old and new")
+        lines = differing_keys(old_toml, to_toml(asked), "old and new")
         for proof in proofs.values():
             lines += proof.lines()
         print("\n".join([*lines, *found["result"]]))
