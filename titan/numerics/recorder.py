@@ -121,10 +121,7 @@ class Recorder:
         self.parts, self.shapes = parts, dict(shapes)
         self.dp = _place(mesh, "dp_replicate", "dp_shard")
         self.tp = _place(mesh, "tp")
-        self.active, self.batch_size = False, 0
-        self.seen: dict[Key, dict[Place, Digest]] = {}
-        self.calls: Counter[str] = Counter()
-        self.with_gradient: set[tuple[str, range]] = set()
+        self.active = False
         self.generator = torch.Generator().manual_seed(perturbed) if perturbed else None
         for part in parts:
             part.register_forward_pre_hook(self._note_batch, with_kwargs=True)
@@ -155,8 +152,9 @@ class Recorder:
         self.batch, self.samples, self.length = batch, samples, length
         self.positions = positions.cpu()
         self.active = True
-        self.seen, self.calls = {}, Counter()
-        self.with_gradient = set()
+        self.seen: dict[Key, dict[Place, Digest]] = {}
+        self.calls: Counter[str] = Counter()
+        self.with_gradient: set[tuple[str, range]] = set()
         self.parameters("weight")
 
     def inputs(self, first: int, **tensors: Tensor) -> None:
@@ -383,11 +381,8 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
         name = name.rpartition(".")[0]
     if name not in modules:
         return ""
-    function: Any = inspect.unwrap(type(modules[name]).forward)
-    try:
-        file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
-    except (OSError, TypeError):
+    code = getattr(inspect.unwrap(type(modules[name]).forward), "__code__", None)
+    if code is None or not (path := Path(code.co_filename).resolve()).exists():
         return ""
-    path = Path(file or "").resolve()
     root = next((p for p in path.parents if not (p / "__init__.py").exists()), path.parent)
-    return f"{path.relative_to(root)}:{line}"
+    return f"{path.relative_to(root)}:{code.co_firstlineno}"

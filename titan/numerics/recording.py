@@ -88,6 +88,7 @@ class StepRecorder:
             "torch": torch.__version__,
             "host": platform.node(),
             "draws": step.draws.seen,
+            "commit": git_state(Path(titan.__file__).parent),
         }
         return RecordedStep(
             step=number,
@@ -95,7 +96,7 @@ class StepRecorder:
             grad_norm=whole(report.grad_norm).item(),
             axes={axis: n for axis in AXES if (n := axis_size(step.mesh, axis)) > 1},
             computes_in=str(step.config.training.mixed_precision_param),
-            about=about | {"commit": git_state(Path(titan.__file__).parent)},
+            about=about,
             tensors=self.recorder.end(),
         )
 

@@ -53,7 +53,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
     """
     bits: Bits = {}
     calls: Counter[tuple[str, str]] = Counter()
-    last: list[Any] = [None]
+    last: Any = None
 
     def note(kind: str, name: str, x: Tensor | None) -> None:
         if x is None:  # no gradient comes from behind
@@ -63,9 +63,10 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
 
     def see(name: str, _: nn.Module, __: Any, out: Any) -> None:
         # A parent may return what its child did, and two hooks see an output that no layout changes.
-        if out is last[0]:
+        nonlocal last
+        if out is last:
             return
-        last[0], again = out, is_recomputation()
+        last, again = out, is_recomputation()
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 note("recomputed output" if again else "output", name, x)
@@ -90,7 +91,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
     finally:
         for remove in reversed(hooks):
             remove()
-        last.clear()
+        last = None
         with torch.no_grad():
             for buffer, kept in zip(buffers, before, strict=True):
                 buffer.copy_(kept)

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import distributions
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -33,6 +34,7 @@ from titan.config.options import (
     mistake,
     put_json,
 )
+from titan.config.phases import degrees_of
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
@@ -310,8 +312,8 @@ def main(argv: list[str]) -> int:
     has_layout = any(word.startswith("--parallelism.") for word in job)
     chosen = (options.layouts or (_OWN if has_layout else "all")).split(",")
     if unknown := [name for name in chosen if name not in names]:
-        message = f'unknown layout "{unknown[0]}"{choose(unknown[0], names)}'
-        raise mistake("--layouts", message)
+        [name, *_] = unknown
+        raise mistake("--layouts", f'unknown layout "{name}"{choose(name, names)}')
     world = options.world_size or least_world(load_from_argv(job, options=known, warn=False))
     config, layout = load_to_run(job, world_size=world, options=known)
     check_target("--output", options.output, is_folder=True)
@@ -337,11 +339,10 @@ def main(argv: list[str]) -> int:
 
 def least_world(config: JobConfig, *, shards: int = 2) -> int:
     """Return the minimum number of ranks of a job's degrees, with at least `shards` FSDP shards where their number is open."""
-    parallel = config.parallelism
-    world = prod(abs(getattr(parallel, key.rpartition(".")[2])) for key in AXES.values())
-    lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
-    is_open = parallel.data_parallel_shard_degree == -1
-    return world * (max(shards, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
+    degrees, ep = degrees_of(config), config.parallelism.expert_parallel_degree
+    world = prod(map(abs, degrees.values()))
+    least = max(shards, -(-ep // (degrees["cp"] * degrees["tp"])))
+    return world * least if degrees["dp_shard"] == -1 else world
 
 
 def _starts(modules: Sequence[Sequence[str]]) -> list[str]:
@@ -356,14 +357,15 @@ def _certificate(
     model = certifier.config.model
     whole, small = asdict(model.sizes), asdict(certifier.small.model.sizes)
     changes = {n: {"job": whole[n], "certified": v} for n, v in small.items() if v != whole[n]}
-    alone = next((run[0] for run in certifier.runs.values() if "versions" in run[0]), {})
+    names = ("torch", "transformers", "torchao")
+    versions = {d.name: d.version for d in distributions() if d.name in names}
     commit = git_state(Path(titan.__file__).parent) or {}
     return {
         "job": list(job),
         "model": f"{model.name} {model.flavor}",
         "layout": asdict(certifier.layout),
         "titan": {"version": titan.__version__, **commit},
-        "versions": {"python": platform.python_version(), **alone.get("versions", {})},
+        "versions": {"python": platform.python_version(), **versions},
         "sizes": changes,
         "keys": {k: v for k, v in certifier.keys.items() if k != "model.overrides"},
         "rows": [*map(asdict, rows)],

@@ -139,7 +139,10 @@ def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[
         value = getattr(sizes, name)
         if "window" in name:
             small[name] = min(value, WINDOW)
-        elif value > 2 * unit and _halved(sizes, name).num_params < sizes.num_params:
+            continue
+        # The number of parameters tells what is a size of the model.
+        half = {name: value // 2}
+        if value > 2 * unit and replace_fields(sizes, half).num_params < sizes.num_params:
             # Channels of a head, such as those of latent attention, shrink as heads do.
             of_head = "head_dim" in name
             scale = (head, sizes.head_dim, unit // 2) if of_head else (dim, sizes.dim, unit)
@@ -152,10 +155,6 @@ def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[
 
 def _scaled(value: int, small: int, large: int, unit: int) -> int:
     return max(unit, unit * round(value * small / large / unit))
-
-
-def _halved(sizes: Any, name: str) -> Any:
-    return replace_fields(sizes, {name: getattr(sizes, name) // 2})
 
 
 def _num_experts(sizes: Any) -> int:

@@ -18,7 +18,7 @@ from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import load_to_run
 from titan.config.load import load_config, load_from_argv
-from titan.config.options import TRUST_OPTION, put_json
+from titan.config.options import put_json
 from titan.config.render import to_toml
 from titan.numerics.certify.shrink import changed
 from titan.numerics.diff.command import ROUNDED, train
@@ -106,10 +106,7 @@ class Audit:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
-    parser = parser_of("audit")
-    parser.add_argument("--trust-remote-code", **TRUST_OPTION)
-    options, keys = parser.parse_known_args(argv)
-    keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
+    options, keys = parser_of("audit").parse_known_args(argv)
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
     if not put_json(asdict(found), options.json):
         print("\n".join(found.lines()))

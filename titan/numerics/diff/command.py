@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from titan.base.signals import child_environment
 from titan.base.untrusted import InputError, read_bytes
@@ -28,7 +27,7 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
 from titan.numerics.certify.command import least_world
-from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only, shown
+from titan.numerics.diff.compare import Comparison, compare, parameters_only, shown
 from titan.numerics.recorded import RecordedStep, read_steps
 from titan.numerics.tables import TABLES, parser_of
 
@@ -85,11 +84,11 @@ def _check_spread(
     a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path
 ) -> None:
     """Raise InputError if a run is no disturbed run of A's job."""
-    ours, moved = (
-        {(s.step, t.kind, t.name): t for s in x for t in s.tensors} for x in (a, spread)
-    )
-    away = [distance(t, moved[key]) for key, t in ours.items() if key in moved]
-    if len(away) < len(ours) or not any(away) or median(away) > _ANOTHER:
+    found, steps = compare(a, spread), {step.step for step in a}
+    far = sum(difference.ratio > _ANOTHER for difference in found.differences)
+    is_whole = steps <= {step.step for step in spread} and not found.left_out
+    is_disturbed = found.worst or found.differences
+    if not (is_whole and is_disturbed) or 2 * far > found.compared:
         why = "it has other steps, tensors, weights or samples, or equal bits"
         raise InputError(
             f"--spread: {folder} is no run of A's job with record_perturbed: {why}"

@@ -36,14 +36,9 @@ from titan.data.special_tokens import fingerprint
 from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys
 from titan.numerics.swap.experiment import (
-    AS_THEY_ARE,
-    DIFFERS,
-    FLOAT32,
     FOLDER,
     Experiment,
-    Proof,
     Side,
-    predict,
     verdict_of,
 )
 from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
@@ -114,7 +109,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     steps = range(step + 1, min(step + options.steps, last) + 1)
     tried = Experiment(handover, start, steps, old, new)
     # With --changes, the comparison keeps the old values.
-    proofs = _prove(tried, new.words if changes else words, exact=options.exact)
+    proofs = tried.prove(new.words if changes else words)
     newest = max([row["step"] for row in read_rows(run / "metrics.jsonl")], default=step)
     found: dict[str, Any] = {
         "run": str(run),
@@ -123,7 +118,6 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         "changes": change_lines(changes),
         "proofs": [*map(asdict, proofs.values())],
         **tried.figures(),
-        "predicted": predict(compared, ranks),
         "again": max(newest - step, 0),
         "seconds": time.monotonic() - begun,
     }
@@ -143,22 +137,6 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     handover.finish(run, found)
     print(f"handed over after step {step:,}: {goes_on}", file=sys.stderr)
     return 0
-
-
-def _prove(tried: Experiment, words: list[str], *, exact: bool) -> dict[str, Proof]:
-    """Return the comparisons of two jobs by their names.
-
-    Args:
-        tried: the two jobs.
-        words: files and keys of the command that goes on.
-        exact: compare in float32, also if the precision of the jobs can tell.
-    """
-    proofs = {AS_THEY_ARE: (proof := tried.compare())}
-    if proof.verdict != DIFFERS and (exact or proof.may_be_clear):
-        proofs[FLOAT32] = proof = tried.compare(exact=True)
-    if proof.passes:
-        proofs[FOLDER] = tried.compare_first(words)
-    return proofs
 
 
 def _before(run: Path, keys: Sequence[str]) -> str:
@@ -214,9 +192,6 @@ def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
 def _outlook(found: Mapping[str, Any]) -> str:
     """Return what the run loses and gains, in words."""
     text = f"{found['again']:,} steps since step {found['step']:,} will be trained again"
-    speed, expected = found["new"]["tokens_per_s"], found["predicted"]
-    if speed and "low" in expected:
-        low, high = expected["low"], expected["high"]
-        where = "within" if low <= speed <= high else "OUTSIDE"
-        text += f"; {speed:,.0f} tokens/s, {where} the simulator's {low:,.0f} to {high:,.0f}"
+    if speed := found["new"]["tokens_per_s"]:
+        text += f"; {speed:,.0f} tokens/s"
     return f"{text}; compared in {found['seconds']:,.0f} s"

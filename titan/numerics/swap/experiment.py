@@ -78,6 +78,20 @@ class Experiment:
         """Return the step that both save."""
         return min(self.steps[-1] + _PLAIN, self.old.config.training.steps)
 
+    def prove(self, words: list[str]) -> dict[str, Proof]:
+        """Return the comparisons of both jobs by their names.
+
+        Args:
+            words: files and keys of the command that goes on.
+        """
+        proofs = {AS_THEY_ARE: (proof := self.compare())}
+        # Float32 may tell what the precision of the jobs does not.
+        if proof.unclear and proof.precision != "float32 (old) and float32 (new)":
+            proofs[FLOAT32] = proof = self.compare(exact=True)
+        if proof.passes:
+            proofs[FOLDER] = self.compare_first(words)
+        return proofs
+
     def compare(self, *, exact: bool = False) -> Proof:
         """Train both jobs, `exact` in float32, and compare them."""
         keys = TABLES["float32"] if exact else {}
@@ -294,11 +308,6 @@ class Proof:
         return next(found, "the step was not trained")
 
     @property
-    def may_be_clear(self) -> bool:
-        """Return whether float32 may tell what this precision does not."""
-        return bool(self.unclear) and self.precision != "float32 (old) and float32 (new)"
-
-    @property
     def passes(self) -> bool:
         """Return whether the jobs are the same."""
         return self.verdict != DIFFERS and not self.unclear
@@ -393,19 +402,3 @@ def verdict_of(proofs: Mapping[str, Proof], what: str) -> str:
     if first.unclear:
         what += f"; float32 decides, since in {first.precision} {first.unclear}"
     return f"PASS: {decides.verdict}{how} in {what}; so is the first step in the new folder"
-
-
-def predict(config: JobConfig, ranks: int) -> dict[str, Any]:
-    """Return what the simulator says about a job on this machine: its figures, or why there are none."""
-    from titan.sim.record.trace_jobs import TraceError
-    from titan.sim.search.auto import profile_here
-    from titan.sim.simulate import HardwareError, facts, simulate
-
-    profile = profile_here(config, ranks)
-    try:
-        found = facts(simulate(config, world_size=ranks, profile=profile))
-    except (HardwareError, TraceError) as error:
-        return {"why_not": str(error)}
-    speeds = {"tokens_per_s": found["tokens_per_s_per_gpu"], **found["interval"]}
-    speeds = {name: speeds[name] * ranks for name in ("tokens_per_s", "low", "high")}
-    return speeds | {"hardware": profile.name, "memory_gib": found["memory"]["needed_gib"]}
