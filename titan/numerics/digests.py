@@ -32,9 +32,10 @@ class Digest:
 
     def __add__(self, other: Digest) -> Digest:
         """Return the digest of two parts of the same tensor."""
-        known = self.squares is not None and other.squares is not None
-        squares = self.squares + other.squares if known else None
-        return replace(self, sums=self.sums + other.sums, squares=squares)
+        sums, squares = self.sums + other.sums, None
+        if self.squares is not None and other.squares is not None:
+            squares = self.squares + other.squares
+        return replace(self, sums=sums, squares=squares)
 
 
 def digest_of(

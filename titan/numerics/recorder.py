@@ -118,7 +118,7 @@ class Recorder:
             perturbed: seed of a disturbance. Each output of a module without children, and each gradient that passes it, then changes at
                 random by one unit in the last place. The spread that follows is what rounding does. 0: none.
         """
-        self.parts, self.shapes = parts, dict(shapes)
+        self.parts, self.shapes = parts, shapes
         self.dp = _place(mesh, "dp_replicate", "dp_shard")
         self.tp = _place(mesh, "tp")
         self.active = False
@@ -275,8 +275,8 @@ class Recorder:
         dims: Sequence[Dim],
     ) -> None:
         """Add this rank's part of a tensor, with its indices in each dimension, to the record."""
-        whole = {"B": self.samples * self.dp[1], "S": self.length}
-        lengths = [whole.get(dim, dim) for dim in dims]
+        whole: dict[Dim, int] = {"B": self.samples * self.dp[1], "S": self.length}
+        lengths = [dim if isinstance(dim, int) else whole[dim] for dim in dims]
         # As gradients of norms over tensor parallelism are, until they are clipped.
         addend = _partial_coordinate(x)
         # Samples of all micro-batches add up in one part.
@@ -382,7 +382,8 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
     if name not in modules:
         return ""
     code = getattr(inspect.unwrap(type(modules[name]).forward), "__code__", None)
-    if code is None or not (path := Path(code.co_filename).resolve()).exists():
+    if code is None:
         return ""
+    path = Path(code.co_filename).resolve()
     root = next((p for p in path.parents if not (p / "__init__.py").exists()), path.parent)
     return f"{path.relative_to(root)}:{code.co_firstlineno}"

@@ -30,9 +30,6 @@ Place = tuple[str, str, int]
 """Kind, module or parameter, and number of the call."""
 Bits = dict[Place, Tensor]
 _WORDS = 2**20  # of 8 bytes, at a time: memory for 24 MiB
-_ORDER = (
-    "an operation adds up in another order each time: debug.deterministic = true rules that out"
-)
 _MULTIPLIER = 0x2545F4914F6CDD1D  # odd, so that no bit is lost
 
 
@@ -183,7 +180,10 @@ class Replay(Hook):
             return
         text = f"replay before step {trainer.step}: {text}"
         if self.section.on_replay_mismatch == "stop":
-            raise BitsError(f"{text}. Its device or memory is broken, or {_ORDER}")
+            raise BitsError(
+                f"{text}. Its device or memory is broken, or an operation adds up in another order each time: "
+                "debug.deterministic = true rules that out"
+            )
         trainer.announce(f"{text}. TRAINED ON")
 
     def _passes(self, batches: Sequence[TensorBatch]) -> None:

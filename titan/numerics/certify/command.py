@@ -312,8 +312,8 @@ def main(argv: list[str]) -> int:
     has_layout = any(word.startswith("--parallelism.") for word in job)
     chosen = (options.layouts or (_OWN if has_layout else "all")).split(",")
     if unknown := [name for name in chosen if name not in names]:
-        [name, *_] = unknown
-        raise mistake("--layouts", f'unknown layout "{name}"{choose(name, names)}')
+        message = f'unknown layout "{unknown[0]}"{choose(unknown[0], names)}'
+        raise mistake("--layouts", message)
     world = options.world_size or least_world(load_from_argv(job, options=known, warn=False))
     config, layout = load_to_run(job, world_size=world, options=known)
     check_target("--output", options.output, is_folder=True)

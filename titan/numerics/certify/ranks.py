@@ -126,7 +126,7 @@ class Pool:
         return [pickle.loads(results[rank]) for rank in range(world)]
 
 
-def _receive(ranks: list[tuple[Any, Any]]) -> dict[int, bytes | RankError]:
+def _receive(ranks: list[tuple[Any, Any]]) -> dict[int, Any]:
     """Return what each rank sent, in the order of their ends, since a failure may cause others.
 
     After a failure, give the others a moment to say what they saw.
@@ -134,14 +134,17 @@ def _receive(ranks: list[tuple[Any, Any]]) -> dict[int, bytes | RankError]:
     Nothing here limits the time that ranks take, which depends on what else the machine does: scripts/test.sh limits the
     whole run.
     """
-    results: dict[int, bytes | RankError] = {}
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    results: dict[int, Any] = {}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
     patience = None
-    while waiting and (ready := wait([*waiting], patience)):
-        for connection in ready:
-            rank = waiting.pop(connection)
+    while waiting:
+        ready: list[Any] = wait([*waiting], patience)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
             try:
-                results[rank] = connection.recv()
+                results[rank] = pipe.recv()
             except EOFError:
                 results[rank] = _death(rank, ranks[rank][0])
             if isinstance(results[rank], RankError):
@@ -150,6 +153,7 @@ def _receive(ranks: list[tuple[Any, Any]]) -> dict[int, bytes | RankError]:
 
 
 def _death(rank: int, process: Any) -> RankError:
+    """Return the error of a rank that ended without a result."""
     process.join()
     code = process.exitcode
     how = f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -26,8 +26,16 @@ _UNMEASURED = 512.0
 _CLOSE = 0.05  # of a recognised factor
 _OF_PARAMETERS = {"weight", "gradient", "update"}
 _BACKWARD = {"output gradient", "gradient", "update"}
-_STAGES = {"batch": 0, "weight": 1, "output": 2, "loss": 3}
-_STAGES |= {"output gradient": 4, "gradient": 4, "gradient norm": 5, "update": 6}
+_STAGES = {
+    "batch": 0,
+    "weight": 1,
+    "output": 2,
+    "loss": 3,
+    "output gradient": 4,
+    "gradient": 4,
+    "gradient norm": 5,
+    "update": 6,
+}
 _SHOWN = 8
 
 

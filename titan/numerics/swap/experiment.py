@@ -135,8 +135,8 @@ class Experiment:
         for name, side in (("old", self.old), ("new", self.new)):
             run = self._trained(name, side, {})
             rows = [row for step, row in run.rows.items() if step > self.steps[-1]]
-            speed = median([row["tokens_per_s"] for row in rows] or [0.0])
-            found[name] = run.recorded[0].about | {"tokens_per_s": speed}
+            found[name] = dict(run.recorded[0].about)
+            found[name]["tokens_per_s"] = median([r["tokens_per_s"] for r in rows] or [0.0])
         return found
 
     def compare_first(self, words: list[str]) -> Proof:
