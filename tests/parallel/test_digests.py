@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import (
 from tests.support.ranks import Pool
 from titan.numerics import digests
 from titan.numerics.digests import CHUNKS, PROJECTIONS, Digest, _signs, digest_of, indices_of
-from titan.numerics.recorder import JoinedTensor, Recorder, whole_shapes
+from titan.numerics.recorded import RecordedTensor
+from titan.numerics.recorder import Recorder, whole_shapes
 
 
 def expected(x: Tensor) -> tuple[Tensor, float]:
@@ -44,7 +45,7 @@ def assert_is(digest: Digest, x: Tensor, name: str = "") -> None:
     sums, squares = expected(x)
     scale = squares**0.5
     torch.testing.assert_close(
-        torch.tensor(digest.sums).double() / scale,
+        digest.sums / scale,
         sums / scale,
         rtol=0,
         atol=2e-6,
@@ -70,11 +71,8 @@ def test_parts_add_up_to_the_whole_wherever_they_are() -> None:
     for rows in order.split([4, 1, 6]):
         for columns in (torch.arange(0, 6, 2), torch.arange(1, 6, 2)):
             part = digest_of(x[rows][:, columns], [rows, columns], x.shape)
-            if whole is None:
-                whole = part
-            else:
-                whole.add(part)
-    assert whole is not None and whole.count == x.numel()
+            whole = part if whole is None else whole + part
+    assert whole is not None
     assert_is(whole, x)
 
 
@@ -83,7 +81,7 @@ def test_a_large_tensor_is_digested_in_pieces(monkeypatch: pytest.MonkeyPatch) -
     whole = digest_of(x, [torch.arange(n) for n in x.shape], x.shape)
     monkeypatch.setattr(digests, "_AT_ONCE", 20)
     pieces = digest_of(x, [torch.arange(n) for n in x.shape], x.shape)
-    assert pieces.count == whole.count == x.numel()
+    assert_is(whole, x)
     assert_is(pieces, x)
 
 
@@ -173,13 +171,10 @@ def test_digests_of_parts_of_dtensors_add_up_to_the_whole(
     ranks = pool.run(world, sharded_like, layout)
     for name, (whole, _, _) in ranks[0].items():
         digests = [digest for _, digest, counts in (rank[name] for rank in ranks) if counts]
-        total = digests[0]
-        for digest in digests[1:]:
-            total.add(digest)
-        assert_is(total, whole, name)
+        assert_is(sum(digests[1:], digests[0]), whole, name)
 
 
-def recorded_alone(layout: str) -> tuple[list[JoinedTensor], dict[str, Any]]:
+def recorded_alone(layout: str) -> tuple[list[RecordedTensor], dict[str, Any]]:
     """Record a step of a trainer without titan, and return what torch says of the whole model, too."""
     rank, batch = dist.get_rank(), 4
     x = torch.randn(2 * batch, 3, 6, generator=torch.Generator().manual_seed(5))
@@ -205,7 +200,7 @@ def recorded_alone(layout: str) -> tuple[list[JoinedTensor], dict[str, Any]]:
     fully_shard(net, mesh=mesh)
     net.set_gradient_divide_factor(1.0)
     net.set_force_sum_reduction_for_comms(True)
-    recorder = Recorder([net], shapes, mesh=mesh, full=True)
+    recorder = Recorder([net], shapes, mesh=mesh)
     recorder.begin(batch=batch, samples=batch, positions=torch.arange(3), length=3)
     net(x.chunk(2)[rank]).pow(3).sum().backward()
     recorder.parameters("gradient")
@@ -223,12 +218,11 @@ def test_a_trainer_of_its_own_records_what_torch_computes(pool: Pool) -> None:
     found = {f"{t.kind} {t.name}": t for t in tensors}
     assert found.keys() == truth.keys() | {f"weight {n}" for n, _ in Net().named_parameters()}
     for name, whole in truth.items():
-        assert_is(found[name].digest, whole, name)
-        assert not found[name].copies
-        if not name.startswith("update"):  # whose digest is a difference of projections
-            full = found[name].full
-            assert full is not None
-            torch.testing.assert_close(full, whole, rtol=1e-5, atol=1e-6)
+        tensor = found[name]
+        squares = None if tensor.norm is None else tensor.norm**2
+        sums = torch.tensor(tensor.sums, dtype=torch.float64)
+        assert_is(Digest(sums, squares, tensor.dtype), whole, name)
+        assert not tensor.copies
 
 
 def test_whole_shapes_name_the_dimensions_that_follow_the_batch() -> None:

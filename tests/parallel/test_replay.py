@@ -1,4 +1,4 @@
-"""titan/numerics/replay.py and titan/numerics/replay_hook.py: one bit that flips in the second evaluation, on one rank of several layouts."""
+"""titan/numerics/replay.py: one bit that flips in the second evaluation, on one rank of several layouts."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,19 @@ def train(layout: Layout, precision: str = "float32", steps: int = 0) -> dict[st
     mesh = build_mesh("cpu", **dict(layout.degrees))
     train_step = build_step(job_of(layout, precision=precision, steps=steps), mesh)
     whole = (layout.batch(layout, step) for step in range(1, (steps or num_steps()) + 1))
-    return record(train_step, (micro_batches(b, mesh, layout.accumulation) for b in whole))
+    loads: list[dict[str, Any]] = []
+    balance = train_step.balance
+
+    def batches() -> Iterator[Any]:
+        for batch in whole:
+            yield micro_batches(batch, mesh, layout.accumulation)
+            if balance.loads is not None:
+                loads.append(dict(zip(balance.moes, balance.loads.tolist(), strict=True)))
+
+    found = record(train_step, batches())
+    moes = balance.moes.items()
+    biases = {name: moe.bias.tolist() for name, moe in moes if hasattr(moe, "bias")}
+    return found | {"loads": loads, "biases": biases}
 
 
 def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:

@@ -24,7 +24,7 @@ from titan.config.model import families, family, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
-from titan.numerics.certify import command, cuts, steps
+from titan.numerics.certify import command, steps
 from titan.numerics.certify.command import LAYOUTS, CertifiedLayout, Certifier
 from titan.numerics.certify.shrink import changed, small_keys
 from titan.tasks.base import Microbatch
@@ -42,7 +42,8 @@ def model(name: str, flavor: str = "tiny", **sections: Any) -> JobConfig:
 
 
 def verdict(config: JobConfig, layout: str, **options: Any) -> CertifiedLayout:
-    certifier = Certifier(config, resolve_layout(config, 1), **options)
+    certifier = Certifier(config, resolve_layout(config, 1))
+    vars(certifier).update(options)
     return certifier.certify(layout, LAYOUTS[layout])
 
 
@@ -182,9 +183,9 @@ def test_what_passes_between_blocks_is_found_by_cutting_them_apart(kept: str) ->
         torch.randint(7, (1, 5), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
     ]
     batches = [Microbatch(ids, ids, torch.tensor(5)) for ids in drawn]
-    found = cuts.try_cuts(Neighbours(kept), modules, *batches, sent=torch.Size((1, 5, 4)))
+    found = steps.try_cuts(Neighbours(kept), modules, *batches, sent=torch.Size((1, 5, 4)))
     assert [*found] == blocks
-    assert [*cuts.parted(found, 1e-6)] == blocks[1::2]
+    assert [*steps.parted(found, 1e-6)] == blocks[1::2]
 
 
 def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
@@ -371,11 +372,12 @@ def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_difference_is_exit_code_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path := tmp_path / "tiny.toml").write_text(TINY)
     options = [str(path), "--layouts", "fsdp", "--output", str(tmp_path)]
-    assert command.main(options, program=planted.doubled_gradient) == 1
+    monkeypatch.setattr(steps, "train_job", planted.doubled_gradient)
+    assert command.main(options) == 1
     assert "differs (layers.1.feed_forward.w2" in capsys.readouterr().out
 
 

@@ -127,7 +127,8 @@ def test_a_fault_on_every_layout_alike_is_seen_by_transformers_alone(
         update={"job": config.job.model_copy(update={"description": fault})}
     )
     monkeypatch.setattr(source, "compare", planted_compare)
-    certifier = Certifier(config, resolve_layout(config, 1), planted_train)
+    certifier = Certifier(config, resolve_layout(config, 1))
+    certifier.program = planted_train
     row = certifier.certify_source()
     assert row.verdict == "differs" and row.reason, row
     assert max(row.differences.values()) > 1e-4

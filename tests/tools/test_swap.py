@@ -20,7 +20,7 @@ from tests.tools.test_audit import GradientFlips, _train
 from titan.cli import main as titan
 from titan.config.load import load_from_argv
 from titan.config.render import to_toml
-from titan.numerics.swap import command, experiment, handover
+from titan.numerics.swap import experiment, handover
 from titan.run.hook import Hook
 from titan.run.trainer import Trainer
 
@@ -52,7 +52,6 @@ class Trained(list[str]):
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "predict", lambda config, ranks: {})
     found = Trained()
     monkeypatch.setattr(experiment, "train", found)
     _train(job("old", **SECTIONS))

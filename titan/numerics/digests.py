@@ -6,7 +6,7 @@ P projections, C chunks of the first dimension
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,26 +21,21 @@ class Digest:
     """Digest of a tensor, or of the part of it that one rank has.
 
     Attributes:
-        sums: projections of each chunk of the first dimension, (P, C).
+        sums: projections of each chunk of the first dimension, (P, C), float64 on the CPU.
         squares: sum of squares. None: the parts are yet to be added up, so the sum of their squares says nothing.
-        count: number of values.
         dtype: dtype of the tensor.
     """
 
-    sums: list[list[float]]
+    sums: Tensor
     squares: float | None
-    count: int
     dtype: str
 
-    def add(self, other: Digest) -> None:
-        """Add another part of the same tensor."""
-        self.sums = [
-            [a + b for a, b in zip(*rows, strict=True)]
-            for rows in zip(self.sums, other.sums, strict=True)
-        ]
-        if self.squares is not None:
-            self.squares = None if other.squares is None else self.squares + other.squares
-        self.count += other.count
+    def __add__(self, other: Digest) -> Digest:
+        """Return the digest of two parts of the same tensor."""
+        sums, squares = self.sums + other.sums, None
+        if self.squares is not None and other.squares is not None:
+            squares = self.squares + other.squares
+        return replace(self, sums=sums, squares=squares)
 
 
 def digest_of(
@@ -67,8 +62,7 @@ def digest_of(
             )
             for half, own in halves
         )
-        first.add(second)
-        return first
+        return first + second
     dtype = str(local.dtype).removeprefix("torch.")
     wide = torch.float32 if local.dtype.itemsize < 4 else torch.float64
     x = local.detach().to(wide)
@@ -76,7 +70,9 @@ def digest_of(
         None if is_partial else torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
     )
     if not x.ndim:
-        return Digest([[x.item(), *[0.0] * (CHUNKS - 1)]] * PROJECTIONS, squares, 1, dtype)
+        sums = torch.zeros(PROJECTIONS, CHUNKS, dtype=torch.float64)
+        sums[:, 0] = x.item()
+        return Digest(sums, squares, dtype)
     projected = x.unsqueeze(-1)
     for place in reversed(range(1, x.ndim)):
         signs = _signs(indices[place], place).to(x)
@@ -86,20 +82,23 @@ def digest_of(
     projected = (projected * _signs(indices[0], 0).to(x)).double()
     chunks = (indices[0] * CHUNKS // max(1, lengths[0])).to(x.device)
     sums = projected.new_zeros(CHUNKS, PROJECTIONS).index_add_(0, chunks, projected)
-    return Digest(sums.T.tolist(), squares, local.numel(), dtype)
+    return Digest(sums.T.cpu(), squares, dtype)
 
 
 def _signs(indices: Tensor, place: int) -> Tensor:
-    """Return the signs of indices of a dimension, (len, P): bits of a mixed number (splitmix64)."""
+    """Return the signs of indices of a dimension, (len, P): bits of a mixed number."""
     # No small multiple of one factor is one of the other: a sign of two dimensions must not be one draw.
     seeds = (
         torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A
         + torch.tensor(place) * 0x2545F4914F6CDD1D
     )
-    x = indices[:, None] + seeds
+    return ((mixed(indices[:, None] + seeds) >> 31) & 1) * 2 - 1
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Return mixed numbers (splitmix64)."""
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return ((x >> 31) & 1) * 2 - 1
+    return (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
 
 
 def indices_of(value: Tensor) -> list[Tensor]:
@@ -123,12 +122,17 @@ def indices_of(value: Tensor) -> list[Tensor]:
     return indices
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a copy of a tensor that may be sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def local_of(x: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def differ(one: Digest, other: Digest) -> bool:
     """Return whether two copies of a part differ by more than the order of a sum does."""
-    far = sum(
-        (a - b) ** 2
-        for rows in zip(one.sums, other.sums, strict=True)
-        for a, b in zip(*rows, strict=True)
-    )
-    size = sum(a * a for row in one.sums for a in row)
-    return far > 1e-6 * size
+    return bool((one.sums - other.sums).norm() > 1e-3 * one.sums.norm())

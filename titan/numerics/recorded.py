@@ -1,4 +1,4 @@
-"""Recorded steps of a run, in `recorded/step-N.json` of its folder. The hook of titan/numerics/recording_hook.py writes them."""
+"""Recorded steps of a run, in `recorded/step-N.json` of its folder. The hook of titan/numerics/recording.py writes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = 1  # another one after a change of the projections
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """Digest of a tensor of a recorded step, see titan/numerics/recorder.py.
+    """Whole tensor of a recorded step, see titan/numerics/recorder.py.
 
     Attributes:
         kind: "batch", "weight" before the step, "output", "output gradient", "gradient" or "update".
@@ -25,7 +25,7 @@ class RecordedTensor:
         dtype: dtype of the tensor.
         norm: its norm. None: not known.
         sums: its projections, each by chunks of the first dimension.
-        copies: ranks whose copy differs from that of another rank, with that rank.
+        copies: ranks whose copy of a part differs from the first rank's, each with that rank.
         line: file and line of the module's forward pass.
     """
 

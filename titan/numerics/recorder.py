@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +27,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
+from titan.numerics.digests import Digest, differ, digest_of, indices_of, local_of
 from titan.numerics.module_hooks import hook_outputs, is_recomputation
+from titan.numerics.recorded import RecordedTensor
 from titan.parallel.compile import is_compiled
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.selective import outside_selection
 
-from .digests import Digest, differ, digest_of, indices_of
-
 Dim = int | str
 """A dimension of a whole tensor: a length, or "B", "S", or "BS" for both in one."""
 
 
-@dataclass
-class JoinedTensor:
-    """A tensor of a recorded step.
-
-    Attributes:
-        kind: "batch", "weight" before the step, "output", "output gradient", "gradient" or "update".
-        name: module or parameter, by its name in the plain model.
-        digest: of the whole tensor.
-        copies: ranks whose copy of a part differs from the first rank's, each with that rank.
-        full: the whole tensor, if asked for.
-    """
-
-    kind: str
-    name: str
-    digest: Digest
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    full: Tensor | None = None
+Key = tuple[str, str]
+"""Kind and name of a tensor, see `RecordedTensor`."""
+Place = tuple[Any, ...]
+"""Start and length of a part in each dimension, and its coordinate among addends."""
 
 
 def whole_shapes(
@@ -69,33 +57,34 @@ def whole_shapes(
         run: calls the model on meta with inputs of a batch and a length.
         length: length of a sequence, to which the model may be called.
     """
-    sizes = (5, max(1, length // 2)), (7, length)
-    seen: list[dict[str, tuple[int, ...]]] = []
-    for batch, tokens in sizes:
-        shapes: dict[str, tuple[int, ...]] = {}
-
-        def note(name: str, _: nn.Module, __: Any, out: Any, shapes: Any = shapes) -> None:
-            if (x := _first_float(out)) is not None:
-                shapes.setdefault(name, tuple(x.shape))
-
-        hooks = [m.register_forward_hook(partial(note, n)) for n, m in model.named_modules()]
-        try:
-            run(model, batch, tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        seen.append(shapes)
-    named: Any = {
-        tuple(pair): name for name, pair in zip("BS", zip(*sizes, strict=True), strict=True)
-    }
-    named[tuple(batch * tokens for batch, tokens in sizes)] = "BS"
+    half = max(1, length // 2)
+    first = _output_shapes(model, partial(run, model, 5, half))
+    second = _output_shapes(model, partial(run, model, 7, length))
+    named: dict[Any, Any] = {(5, 7): "B", (half, length): "S", (5 * half, 7 * length): "BS"}
     found: dict[str, tuple[Dim, ...]] = {}
-    for name, first in seen[0].items():
-        pairs = [*zip(first, seen[1].get(name, ()), strict=False)]
-        dims = [named.get(pair, pair[0] if pair[0] == pair[1] else None) for pair in pairs]
-        if len(pairs) == len(first) and dims and None not in dims:
-            found[canonical_name(name)] = tuple(dims)
+    for name, shape in first.items():
+        pairs = [*zip(shape, second.get(name, ()), strict=False)]
+        dims = tuple(named.get((a, b), a if a == b else None) for a, b in pairs)
+        if len(dims) == len(shape) and dims and None not in dims:
+            found[canonical_name(name)] = dims
     return found
+
+
+def _output_shapes(model: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each module's first output in a run of the model."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str, _: nn.Module, __: Any, out: Any) -> None:
+        if (x := _first_float(out)) is not None:
+            shapes.setdefault(name, tuple(x.shape))
+
+    hooks = [m.register_forward_hook(partial(note, n)) for n, m in model.named_modules()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return shapes
 
 
 class Recorder:
@@ -118,7 +107,6 @@ class Recorder:
         shapes: Mapping[str, tuple[Dim, ...]],
         *,
         mesh: DeviceMesh | None,
-        full: bool = False,
         perturbed: int = 0,
     ) -> None:
         """Hook a model.
@@ -127,18 +115,13 @@ class Recorder:
             parts: the model, or this rank's pipeline stages.
             shapes: as `whole_shapes` returns them.
             mesh: mesh of the layout. None: one process.
-            full: keep whole tensors, too, for small models.
             perturbed: seed of a disturbance. Each output of a module without children, and each gradient that passes it, then changes at
                 random by one unit in the last place. The spread that follows is what rounding does. 0: none.
         """
-        self.parts, self.shapes, self.mesh, self.full = parts, dict(shapes), mesh, full
+        self.parts, self.shapes = parts, shapes
         self.dp = _place(mesh, "dp_replicate", "dp_shard")
-        self.tp, self.cp = _place(mesh, "tp"), _place(mesh, "cp")
-        self.active, self.now = False, 0
-        self.parts_seen: dict[tuple[str, str], dict[tuple[Any, ...], Digest]] = {}
-        self.kept: dict[tuple[str, str], list[tuple[list[Tensor], list[int], Tensor]]] = {}
-        self.calls: Counter[str] = Counter()
-        self.with_gradient: set[tuple[str, int]] = set()
+        self.tp = _place(mesh, "tp")
+        self.active = False
         self.generator = torch.Generator().manual_seed(perturbed) if perturbed else None
         for part in parts:
             part.register_forward_pre_hook(self._note_batch, with_kwargs=True)
@@ -146,10 +129,8 @@ class Recorder:
             hook_outputs(part, outside_selection(self._see))
 
     def _note_batch(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves = [
-            x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.ndim > 1
-        ]
-        self.now = len(leaves[0]) if leaves else 0
+        leaves = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        self.batch_size = next((len(x) for x in leaves if x.ndim > 1), 0)
 
     def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         """Record an output. Return it, or one that rounding has changed."""
@@ -171,15 +152,15 @@ class Recorder:
         self.batch, self.samples, self.length = batch, samples, length
         self.positions = positions.cpu()
         self.active = True
-        self.parts_seen, self.kept, self.calls = {}, {}, Counter()
-        self.with_gradient = set()
+        self.seen: dict[Key, dict[Place, Digest]] = {}
+        self.calls: Counter[str] = Counter()
+        self.with_gradient: set[tuple[str, range]] = set()
         self.parameters("weight")
 
     def inputs(self, first: int, **tensors: Tensor) -> None:
         """Record what this rank reads of a micro-batch, which begins at its sample `first`. Tensors without tokens are left out."""
         for name, x in tensors.items():
-            self.now = len(x)
-            self._note("batch", name, x, first, ("B", "S", *x.shape[2:]))
+            self._note("batch", name, x, range(first, first + len(x)), ("B", "S", *x.shape[2:]))
 
     # ---- outputs and their gradients ----------------------------------------------------------------
 
@@ -191,14 +172,12 @@ class Recorder:
             or any(x is given for given in args)  # a layer that the loss applies
         ):
             return out
-        leaves, spec = tree_flatten(out)
-        local = x.to_local() if isinstance(x, DTensor) else x
+        local = local_of(x)
         signs = torch.randint(-1, 2, local.shape, generator=self.generator).to(local.device)
         factor = 1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps
         if isinstance(x, DTensor):
             factor = DTensor.from_local(factor, x.device_mesh, x.placements, run_check=False)
-        leaves = [x * factor if leaf is x else leaf for leaf in leaves]
-        return tree_unflatten(leaves, spec)
+        return tree_map(lambda leaf: x * factor if leaf is x else leaf, out)
 
     def _note_output(self, name: str, out: Any) -> None:
         # A recomputation for the backward pass repeats what has been recorded.
@@ -208,65 +187,49 @@ class Recorder:
         if x is None or name not in self.shapes:
             return
         first, has_batch = self.calls[name], not {"B", "BS"}.isdisjoint(self.shapes[name])
-        if (not has_batch and first) or not self._note("output", name, x, first):
+        samples = range(first, first + self.batch_size)
+        if (not has_batch and first) or not self._note("output", name, x, samples):
             return  # an output of parameters alone is the same in each micro-batch
-        self.calls[name] += self.now if has_batch else 1
+        self.calls[name] += self.batch_size if has_batch else 1
         if x.requires_grad and has_batch:
-            x.register_hook(partial(self._note_gradient, name, self.now, first))
+            x.register_hook(partial(self._note_gradient, name, samples))
 
-    def _note_gradient(self, name: str, now: int, first: int, gradient: Tensor | None) -> None:
-        if gradient is None:  # none comes from behind
-            return
-        # A backward pass in two halves computes it in both.
-        if (name, first) not in self.with_gradient:
-            self.with_gradient.add((name, first))
-            before, self.now = self.now, now
-            self._note("output gradient", name, gradient, first)
-            self.now = before
+    def _note_gradient(self, name: str, samples: range, gradient: Tensor | None) -> None:
+        # None: no gradient arrives. A backward pass in two halves computes it in both.
+        if gradient is not None and (name, samples) not in self.with_gradient:
+            self.with_gradient.add((name, samples))
+            self._note("output gradient", name, gradient, samples)
 
     @torch.no_grad()
     def _note(
-        self, kind: str, name: str, x: Tensor, first: int, dims: tuple[Dim, ...] = ()
+        self, kind: str, name: str, x: Tensor, samples: range, dims: tuple[Dim, ...] = ()
     ) -> bool:
-        """Note a part that begins at a sample of this rank. Return whether it is known how the parts join."""
-        addend = _partial_coordinate(x)
-        local = x.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        dims = dims or self.shapes[name]
-        if "BS" in dims:
-            at = dims.index("BS")
-            if not self.now or local.ndim != len(dims) or local.shape[at] % self.now:
-                return False
-            local = local.unflatten(at, (self.now, -1))
-            dims = (*dims[:at], "B", "S", *dims[at + 1 :])
+        """Note a part with some samples of this rank. Return whether it is known how the parts join."""
+        local, dims = local_of(x.detach()), dims or self.shapes[name]
         if local.ndim != len(dims):
             return False
-        lengths: list[int] = []
-        indices: list[Tensor] = []
+        if "BS" in dims:
+            at = dims.index("BS")
+            if not samples or local.shape[at] % len(samples):
+                return False
+            local = local.unflatten(at, (len(samples), -1))
+            dims = (*dims[:at], "B", "S", *dims[at + 1 :])
+        indices = []
         for dim, length in zip(dims, local.shape, strict=True):
-            found = self._indices(dim, length, first)
+            indices.append(found := self._indices(dim, length, samples))
             if found is None:
                 return False
-            indices.append(found)
-            whole = self.samples * self.dp[1] if dim == "B" else self.length
-            lengths.append(dim if isinstance(dim, int) else whole)
-        # Samples of all micro-batches add up in one part.
-        place = [
-            self.dp[0] if dim == "B" else (int(i[0]), len(i))
-            for dim, i in zip(dims, indices, strict=True)
-            if len(i)
-        ]
-        self._put((kind, name), (*place, addend), local, indices, lengths, addend is not None)
+        self._put(kind, name, x, local, indices, dims)
         return True
 
-    def _indices(self, dim: Dim, length: int, first: int) -> Tensor | None:
+    def _indices(self, dim: Dim, length: int, samples: range) -> Tensor | None:
         """Return the indices in the whole dimension of a part of this length, or None if that is not known."""
         (tp, tps), (dp, dps) = self.tp, self.dp
         if dim == "B":
-            mine = torch.arange(first, first + length)
-            if length != self.now or first + length > self.samples:
+            if length != len(samples) or samples.stop > self.samples:
                 return None
             # Micro-batches take turns over the data-parallel ranks.
+            mine = torch.arange(samples.start, samples.stop)
             return (mine // self.batch * dps + dp) * self.batch + mine % self.batch
         if dim == "S":
             cut = len(self.positions)
@@ -295,96 +258,87 @@ class Recorder:
                 value = parameter.grad if kind == "gradient" else parameter.detach()
                 if value is None:
                     continue
-                indices = indices_of(value)
-                local = value.to_local() if isinstance(value, DTensor) else value
+                indices, local = indices_of(value), local_of(value)
                 if tuple(local.shape) != tuple(len(i) for i in indices):
                     assert isinstance(value, DTensor), "a plain tensor is whole"
                     local, indices = value.full_tensor(), [torch.arange(n) for n in value.shape]
-                # As gradients of norms over tensor parallelism are, until they are clipped.
-                addend = _partial_coordinate(value)
-                place = (*((int(i[0]), len(i)) for i in indices if len(i)), addend)
                 if local.numel():
-                    key = kind, canonical_name(name)
-                    self._put(key, place, local, indices, [*value.shape], addend is not None)
+                    self._put(kind, canonical_name(name), value, local, indices, value.shape)
 
     def _put(
         self,
-        key: tuple[str, str],
-        place: tuple[Any, ...],
+        kind: str,
+        name: str,
+        x: Tensor,
         local: Tensor,
         indices: list[Tensor],
-        lengths: list[int],
-        is_partial: bool,
+        dims: Sequence[Dim],
     ) -> None:
-        digest = digest_of(local, indices, lengths, is_partial=is_partial)
-        if key[0] == "update":  # projections are linear, so the weights need not be kept
-            before = self.parts_seen["weight", key[1]][place].sums
-            digest.sums = [
-                [a - b for a, b in zip(*rows, strict=True)]
-                for rows in zip(digest.sums, before, strict=True)
-            ]
+        """Add this rank's part of a tensor, with its indices in each dimension, to the record."""
+        whole: dict[Dim, int] = {"B": self.samples * self.dp[1], "S": self.length}
+        lengths = [dim if isinstance(dim, int) else whole[dim] for dim in dims]
+        # As gradients of norms over tensor parallelism are, until they are clipped.
+        addend = _partial_coordinate(x)
+        # Samples of all micro-batches add up in one part.
+        starts = (
+            self.dp[0] if dim == "B" else (int(i[0]), len(i))
+            for dim, i in zip(dims, indices, strict=True)
+            if len(i)
+        )
+        place = *starts, addend
+        digest = digest_of(local, indices, lengths, is_partial=addend is not None)
+        if kind == "update":  # projections are linear, so the weights need not be kept
+            digest.sums = digest.sums - self.seen["weight", name][place].sums
             digest.squares = None
-        parts = self.parts_seen.setdefault(key, {})
-        if place in parts:
-            parts[place].add(digest)
-        else:
-            parts[place] = digest
-        if self.full and key[0] != "update":
-            self.kept.setdefault(key, []).append((indices, lengths, local.clone().cpu()))
+        parts = self.seen.setdefault((kind, name), {})
+        parts[place] = parts[place] + digest if place in parts else digest
 
     # ---- joining ----------------------------------------------------------------------------------------
 
-    def end(self) -> list[JoinedTensor]:
+    def end(self) -> list[RecordedTensor]:
         """End the record of a step, and join the parts of all ranks.
 
         Returns:
             On rank 0 the tensors, outputs in the order of the forward pass. Elsewhere nothing.
         """
         self.active = False
-        mine = (self.parts_seen, self.kept)
-        everyone: list[Any] = [mine]
+        everyone: list[Any] = [self.seen]
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+            dist.all_gather_object(everyone, self.seen)
             if dist.get_rank():
                 return []
-        parts: dict[tuple[str, str], dict[tuple[Any, ...], list[tuple[int, Digest]]]] = {}
-        for rank, (seen, _) in enumerate(everyone):
+        parts: dict[Key, dict[Place, list[tuple[int, Digest]]]] = {}
+        for rank, seen in enumerate(everyone):
             for key, places in seen.items():
                 for place, digest in places.items():
                     parts.setdefault(key, {}).setdefault(place, []).append((rank, digest))
-        joined = {key: _join(key, places) for key, places in parts.items()}
-        for _, kept in everyone:
-            for key, pieces in kept.items():
-                for indices, lengths, local in pieces:
-                    if (full := joined[key].full) is None:
-                        full = joined[key].full = torch.zeros(lengths, dtype=local.dtype)
-                    full[torch.meshgrid(*indices, indexing="ij")] = local
-        return [*joined.values()]
+        named = (part.named_modules() for part in self.parts)
+        modules = {canonical_name(name): module for name, module in chain(*named)}
+        return [
+            _join(*key, [*places.values()], source_line(modules, key[1]))
+            for key, places in parts.items()
+        ]
 
 
 def _join(
-    key: tuple[str, str], places: dict[tuple[Any, ...], list[tuple[int, Digest]]]
-) -> JoinedTensor:
+    kind: str, name: str, parts: list[list[tuple[int, Digest]]], line: str
+) -> RecordedTensor:
     """Join the parts of a tensor, of which several ranks may have copies."""
-    whole: Digest | None = None
-    differing: list[tuple[int, int]] = []
-    for (rank, first), *others in places.values():
-        away = [(other, rank) for other, digest in others if differ(first, digest)]
-        total = Digest([[*row] for row in first.sums], first.squares, first.count, first.dtype)
-        if away and key[0] == "output gradient":
+    digests: list[Digest] = []
+    differing: list[list[int]] = []
+    for (rank, first), *others in parts:
+        away = [[other, rank] for other, digest in others if differ(first, digest)]
+        if away and kind == "output gradient":
             # Each rank has the gradient of its own uses. The backward pass adds them up before this module.
-            for _, digest in others:
-                total.add(digest)
-            total.squares, total.count = None, first.count
+            sums = sum((digest.sums for _, digest in others), first.sums)
+            first = replace(first, sums=sums, squares=None)
         else:
             differing += away
-        if whole is None:
-            whole = total
-        else:
-            whole.add(total)
-    assert whole is not None
-    return JoinedTensor(*key, whole, differing)
+        digests.append(first)
+    whole = sum(digests[1:], digests[0])
+    norm = None if whole.squares is None else whole.squares**0.5
+    return RecordedTensor(kind, name, whole.dtype, norm, whole.sums.tolist(), differing, line)
 
 
 def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -407,8 +361,8 @@ def _partial_coordinate(value: Tensor) -> tuple[int, ...] | None:
 
 def _first_float(out: Any) -> Tensor | None:
     """Return the first floating tensor of a module's output."""
-    leaves: Iterable[Any] = tree_flatten(out)[0]
-    return next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
+    tensors = (x for x in tree_leaves(out) if isinstance(x, Tensor))
+    return next((x for x in tensors if x.is_floating_point()), None)
 
 
 def _place(mesh: DeviceMesh | None, *axes: str) -> tuple[int, int]:
@@ -427,13 +381,9 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
         name = name.rpartition(".")[0]
     if name not in modules:
         return ""
-    # FSDP puts a class of its own around that of the model.
-    kind = next(c for c in type(modules[name]).__mro__ if "forward" in vars(c))
-    function = inspect.unwrap(kind.forward)
-    try:
-        file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
-    except (OSError, TypeError):
+    code = getattr(inspect.unwrap(type(modules[name]).forward), "__code__", None)
+    if code is None:
         return ""
-    path = Path(file or "").resolve()
+    path = Path(code.co_filename).resolve()
     root = next((p for p in path.parents if not (p / "__init__.py").exists()), path.parent)
-    return f"{path.relative_to(root)}:{line}"
+    return f"{path.relative_to(root)}:{code.co_firstlineno}"

@@ -1,4 +1,4 @@
-"""Recorder of a train step: titan/numerics/recorder.py, with the shapes and the samples of a job."""
+"""Recorder of a train step: titan/numerics/recorder.py, with the shapes and the samples of a job. Its hook is for `titan diff`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 import titan
 from titan.base.run_folder import git_state
 from titan.config.layout import AXES
-from titan.numerics.recorded import RecordedStep, RecordedTensor
-from titan.numerics.recorder import Recorder, source_line, whole_shapes
+from titan.data.base import TensorBatch
+from titan.numerics.digests import whole
+from titan.numerics.recorded import FOLDER, RecordedStep, write_step
+from titan.numerics.recorder import Recorder, whole_shapes
 from titan.parallel import shard_sequence
-from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.tensor_styles import argument_names
+from titan.run.hook import Hook
+from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport, TrainStep
 from titan.step.whole_model import build_whole_model
 from titan.tasks import task_of
@@ -35,18 +37,16 @@ class StepRecorder:
         recorder: the recorder of its modules.
     """
 
-    def __init__(self, step: TrainStep, *, full: bool = False, perturbed: int = 0) -> None:
+    def __init__(self, step: TrainStep, *, perturbed: int = 0) -> None:
         """Hook the modules of a train step.
 
         Args:
             step: the train step.
-            full: keep whole tensors, too.
             perturbed: see `Recorder`.
         """
         self.step = step
-        shapes = _shapes(step)
         self.recorder = Recorder(
-            step.model_parts, shapes, mesh=step.mesh, full=full, perturbed=perturbed
+            step.model_parts, _shapes(step), mesh=step.mesh, perturbed=perturbed
         )
 
         def gradients() -> None:
@@ -83,42 +83,22 @@ class StepRecorder:
         """
         step = self.step
         self.recorder.parameters("update")
-        modules = {
-            canonical_name(name): module
-            for part in step.model_parts
-            for name, module in part.named_modules()
-        }
-        tensors = [
-            RecordedTensor(
-                kind=t.kind,
-                name=t.name,
-                dtype=t.digest.dtype,
-                norm=None if t.digest.squares is None else t.digest.squares**0.5,
-                sums=t.digest.sums,
-                copies=[[*pair] for pair in t.copies],
-                line=source_line(modules, t.name),
-            )
-            for t in self.recorder.end()
-        ]
         about = {
             "titan": titan.__version__,
             "torch": torch.__version__,
             "host": platform.node(),
             "draws": step.draws.seen,
+            "commit": git_state(Path(titan.__file__).parent),
         }
         return RecordedStep(
             step=number,
             loss=report.loss.item(),
-            grad_norm=_number(report.grad_norm),
+            grad_norm=whole(report.grad_norm).item(),
             axes={axis: n for axis in AXES if (n := axis_size(step.mesh, axis)) > 1},
             computes_in=str(step.config.training.mixed_precision_param),
-            about=about | {"commit": git_state(Path(titan.__file__).parent)},
-            tensors=tensors,
+            about=about,
+            tensors=self.recorder.end(),
         )
-
-
-def _number(value: Tensor) -> float:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).item()
 
 
 def _shapes(step: TrainStep) -> dict[str, Any]:
@@ -146,3 +126,31 @@ def _shapes(step: TrainStep) -> dict[str, Any]:
             error,
         )
         return {}
+
+
+class Recording(Hook):
+    """Record of the steps of `debug.record_steps`, in the folder `recorded` of the run."""
+
+    priority = 110
+
+    def __init__(self, trainer: RunProgress) -> None:
+        debug = trainer.config.debug
+        self.trainer, self.steps = trainer, frozenset(debug.record_steps)
+        self.recorder = StepRecorder(trainer.train_step, perturbed=debug.record_perturbed)
+
+    def before_forward(self, batches: Sequence[TensorBatch]) -> None:
+        if self.trainer.step in self.steps:
+            self.recorder.begin(batches)
+
+    def updated(self, report: StepReport) -> None:
+        trainer = self.trainer
+        if trainer.step in self.steps:
+            recorded = self.recorder.end(trainer.step, report)
+            if trainer.rank == 0:
+                write_step(trainer.run_dir, recorded)
+                _LOG.info("recorded step %s in %s/%s", trainer.step, trainer.run_dir, FOLDER)
+
+
+def hook(trainer: RunProgress) -> Recording | None:
+    """Return the hook of a run with `debug.record_steps`."""
+    return Recording(trainer) if trainer.config.debug.record_steps else None

@@ -1,4 +1,4 @@
-"""Two evaluations of the same forward and backward pass, compared bit for bit on each rank.
+"""Two evaluations of the same forward and backward pass, compared bit for bit on each rank, every `fault_tolerance.replay_every` steps.
 
 For each output of a module and its gradient, and for each parameter's gradient, a rank keeps one number that follows from every bit and its
 place. A device that computes right gives equal numbers. Nothing is gathered but the place of the first difference.
@@ -6,19 +6,25 @@ place. A device that computes right gives equal numbers. Nothing is gathered but
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from titan.base.failure import RunFailure
+from titan.data.base import TensorBatch
+from titan.numerics.digests import local_of, mixed
 from titan.numerics.module_hooks import hook_outputs, is_recomputation
+from titan.run.hook import Hook
+from titan.run.progress import RunProgress
 
 Place = tuple[str, str, int]
 """Kind, module or parameter, and number of the call."""
@@ -44,7 +50,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
     """
     bits: Bits = {}
     calls: Counter[tuple[str, str]] = Counter()
-    last: list[Any] = [None]
+    last: Any = None
 
     def note(kind: str, name: str, x: Tensor | None) -> None:
         if x is None:  # no gradient comes from behind
@@ -54,10 +60,11 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
 
     def see(name: str, _: nn.Module, __: Any, out: Any) -> None:
         # A parent may return what its child did, and two hooks see an output that no layout changes.
-        if out is last[0]:
+        nonlocal last
+        if out is last:
             return
-        last[0], again = out, is_recomputation()
-        for x in tree_flatten(out)[0]:
+        last, again = out, is_recomputation()
+        for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 note("recomputed output" if again else "output", name, x)
                 if x.requires_grad and not again:
@@ -81,7 +88,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
     finally:
         for remove in reversed(hooks):
             remove()
-        last.clear()
+        last = None
         with torch.no_grad():
             for buffer, kept in zip(buffers, before, strict=True):
                 buffer.copy_(kept)
@@ -94,15 +101,8 @@ def first_difference(
     one: Mapping[Place, Tensor], two: Mapping[Place, Tensor]
 ) -> tuple[int, Place] | None:
     """Return number and place of the first difference of two evaluations, or None. It waits for the device."""
-    for number, (place, other) in enumerate(zip_longest(one, two)):
-        if place != other:
-            return number, place or other
-    if not one:
-        return None
-    device = next(iter(one.values())).device
-    a, b = (torch.stack([x.to(device) for x in bits.values()]) for bits in (one, two))
-    differing = (a != b).nonzero().flatten().tolist()
-    return (differing[0], [*one][differing[0]]) if differing else None
+    pairs = enumerate(zip_longest(one.items(), two.items()))
+    return next(((number, (a or b)[0]) for number, (a, b) in pairs if a != b), None)
 
 
 @torch.no_grad()
@@ -111,8 +111,7 @@ def fingerprint(x: Tensor) -> Tensor:
 
     It is a sum modulo 2**64 of words of 8 bytes, each times an odd number of its place. So any one bit that changes changes it.
     """
-    local = x.to_local() if isinstance(x, DTensor) else x
-    local = local.detach().resolve_conj().contiguous().flatten().view(torch.uint8)
+    local = local_of(x).detach().resolve_conj().contiguous().flatten().view(torch.uint8)
     local = nn.functional.pad(local, (0, -len(local) % 8))
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for words in local.view(torch.int64).split(_WORDS):
@@ -124,11 +123,8 @@ def fingerprint(x: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Return odd factors for the words of a piece: mixed numbers (splitmix64)."""
-    x = torch.arange(_WORDS, device=device) * 0x1E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return x | 1
+    """Return odd factors for the words of a piece."""
+    return mixed(torch.arange(_WORDS, device=device) * 0x1E3779B97F4A7C15) | 1
 
 
 def describe(found: Iterable[tuple[int, Place, int, str] | None]) -> str:
@@ -140,15 +136,85 @@ def describe(found: Iterable[tuple[int, Place, int, str] | None]) -> str:
     differing = [one for one in found if one is not None]
     if not differing:
         return ""
-    earliest = min(number for number, *_ in differing)
+    earliest, (kind, name, call), *_ = min(differing)
     first = [one for one in differing if one[0] == earliest]
-    _, (kind, name, call), *_ = first[0]
+    later = sorted(rank for number, _, rank, _ in differing if number != earliest)
     who = " and ".join(f"rank {rank} on {host}" for *_, rank, host in first[:4])
     who += f" and {len(first) - 4} more" if len(first) > 4 else ""
-    later = sorted(rank for *_, rank, _ in differing if rank not in {r for *_, r, _ in first})
-    where = f"the {kind} of {name or 'the model'}" + (f", call {call}" if call > 1 else "")
-    return f"{who}: other bits the second time, first in {where}" + (
-        f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})"
-        if later
-        else ""
-    )
+    text = f"{who}: other bits the second time, first in the {kind} of {name or 'the model'}"
+    text += f", call {call}" if call > 1 else ""
+    if later:
+        text += f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})"
+    return text
+
+
+# ---- the hook -------------------------------------------------------------------------------------
+
+
+class Replay(Hook):
+    """Check of the devices before a step. The step itself computes what it would compute without it."""
+
+    priority = 30
+
+    def __init__(self, trainer: RunProgress) -> None:
+        self.trainer, self.section = trainer, trainer.config.fault_tolerance
+
+    def before_forward(self, batches: Sequence[TensorBatch]) -> None:
+        """Compute the first micro-batch of a step twice.
+
+        Raises:
+            BitsError: bits differ on some rank, and the run has to stop. All ranks raise it.
+        """
+        trainer = self.trainer
+        if trainer.step % self.section.replay_every:
+            return
+        parts = trainer.train_step.model_parts
+        with self._deterministic():
+            one, two = (bits_of(parts, lambda: self._passes(batches)) for _ in range(2))
+        found = first_difference(one, two)
+        mine = None if found is None else (*found, trainer.rank, platform.node())
+        of_all: list[Any] = [mine] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(of_all, mine)
+        if not (text := describe(of_all)):
+            return
+        text = f"replay before step {trainer.step}: {text}"
+        if self.section.on_replay_mismatch == "stop":
+            raise BitsError(
+                f"{text}. Its device or memory is broken, or an operation adds up in another order each time: "
+                "debug.deterministic = true rules that out"
+            )
+        trainer.announce(f"{text}. TRAINED ON")
+
+    def _passes(self, batches: Sequence[TensorBatch]) -> None:
+        """Run the forward and backward pass of the first micro-batch, as the step will."""
+        step, trainer = self.trainer.train_step, self.trainer
+        (model,) = step.model_parts
+        step.draws.begin(trainer.step)
+        step.compute_scales()
+        step.balance.begin(
+            num_sequences=trainer.sequences_per_step, num_tokens=trainer.tokens_per_step
+        )
+        if step.compile_log is not None:
+            torch.compiler.cudagraph_mark_step_begin()
+        batch = step.to_local(batches[0])
+        step.prepare_backward(model, is_last=True)
+        loss = step.loss_sum(model(batch.input, **batch.inputs), batch.targets)
+        (loss / batch.input.numel()).backward()
+
+    @contextmanager
+    def _deterministic(self) -> Iterator[None]:
+        """Use deterministic algorithms within the context. Compiled programs keep theirs, since a switch would compile others."""
+        before = torch.are_deterministic_algorithms_enabled()
+        warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        if self.trainer.train_step.compile_log is None and not before:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def hook(trainer: RunProgress) -> Replay | None:
+    """Return the hook of a run with `fault_tolerance.replay_every`."""
+    return Replay(trainer) if trainer.config.fault_tolerance.replay_every else None

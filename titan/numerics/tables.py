@@ -20,8 +20,9 @@ def parser_of(command: str) -> CommandParser:
     about = TABLES[command]
     parser = command_parser(command, about["usage"].strip(), summary=summary_of(command))
     for option in about["options"]:
-        settings = {"type": _TYPES.get(option.get("type"), str)} if "type" in option else {}
-        rest = {key: value for key, value in option.items() if key not in ("name", "type")}
-        parser.add_argument(option["name"], **rest, **settings)
+        settings = {key: value for key, value in option.items() if key != "name"}
+        if "type" in settings:
+            settings["type"] = _TYPES[settings["type"]]
+        parser.add_argument(option["name"], **settings)
     parser.add_json()
     return parser

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import distributions
 from itertools import combinations
 from math import prod
 from pathlib import Path
@@ -33,6 +34,7 @@ from titan.config.options import (
     mistake,
     put_json,
 )
+from titan.config.phases import degrees_of
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
@@ -49,7 +51,7 @@ _CUT = 1e-6  # the same operations on the same numbers
 _MOST_AXES = 3  # of two ranks each
 # One value in thousands that falls on the other side of a kink changes a gradient by less.
 _DRAWS, _ROUNDING = 5, 0.1
-_EP, _FLOAT8 = "parallelism.expert_parallel_degree", "quantize.linear.float8"
+_FLOAT8 = "quantize.linear.float8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,28 +84,25 @@ class CertifiedLayout:
 
 
 class Certifier:
-    """Comparison of the layouts of a job with one process."""
+    """Comparison of the layouts of a job with one process.
 
-    def __init__(
-        self,
-        config: JobConfig,
-        layout: Layout,
-        program: Callable[..., Any] | None = None,
-        cut: Callable[..., Any] | None = None,
-    ) -> None:
+    Attributes:
+        program: what a rank runs to train a job.
+        cut: what it runs to cut the model of a job.
+    """
+
+    def __init__(self, config: JobConfig, layout: Layout) -> None:
         """Shrink a job.
 
         Args:
             config: the job.
             layout: its layout.
-            program: replaces `train_job` on the ranks, for tests.
-            cut: replaces `cut_differences`, for tests.
         """
-        from titan.numerics.certify.cuts import cut_differences
-        from titan.numerics.certify.steps import train_job
+        from titan.numerics.certify import steps
 
-        self.config, self.layout, self.program = config, layout, program or train_job
-        self.cut = cut or cut_differences
+        self.program: Callable[..., Any] = steps.train_job
+        self.cut: Callable[..., Any] = steps.cut_differences
+        self.config, self.layout = config, layout
         self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
         more = MORE if self.is_8bit or config.compile.enable else ()
@@ -116,21 +115,22 @@ class Certifier:
         "job" stands for the job's own, or for all its subsets of three axes. A layout that somebody named is a row in any case.
         """
         own = {axis: 2 for axis, degree in self.layout.degrees.items() if degree > 1}
-        subsets = combinations(own, _MOST_AXES) if len(own) > _MOST_AXES else [tuple(own)]
+        subsets = combinations(own, min(len(own), _MOST_AXES))
+        has_ep = self.config.parallelism.expert_parallel_degree > 1
         found: dict[str, Degrees] = {}
         for axes in subsets if names is None or _OWN in names else ():
             degrees = dict.fromkeys(axes, 2)
-            if self.config.parallelism.expert_parallel_degree > 1 and {*axes} - {
-                "pp",
-                "dp_replicate",
-            }:
+            if has_ep and {*axes} - {"pp", "dp_replicate"}:
                 degrees["ep"] = 2
-            found["job" if len(own) <= _MOST_AXES else f"job: {_mesh(degrees)}"] = degrees
+            found[_OWN if len(own) <= _MOST_AXES else f"{_OWN}: {_mesh(degrees)}"] = degrees
         if names is not None:
             return found | {n: d for n, d in LAYOUTS.items() if n in names}
-        has_experts = self.config.model.sizes.num_experts > 0
-        useful = {n: d for n, d in LAYOUTS.items() if has_experts or "ep" not in d}
-        return found | {n: d for n, d in useful.items() if d not in found.values()}
+        known, has_experts = [*found.values()], self.config.model.sizes.num_experts > 0
+        return found | {
+            name: degrees
+            for name, degrees in LAYOUTS.items()
+            if degrees not in known and (has_experts or "ep" not in degrees)
+        }
 
     def certify_source(self) -> CertifiedLayout:
         """Return the verdict about one process and the program that the model comes from."""
@@ -183,12 +183,17 @@ class Certifier:
         Returns:
             What is wrong with the job's stages; where else the model could not be cut; keys of a small job that is cut elsewhere.
         """
-        from titan.numerics.certify.cuts import parted
+        from titan.numerics.certify.steps import parted
 
         deep = self._deep(whole.model.sizes.n_layers)
-        off = {"loss.chunk_output": False, "compile.enable": False, "phase": []}
-        off |= dict.fromkeys(("training.local_batch_size", "training.global_batch_size"), 1)
-        one = changed(self.small, {**self._keys({}, alone=True), **off, **deep})
+        plain: dict[str, Any] = {
+            "loss.chunk_output": False,
+            "compile.enable": False,
+            "phase": [],
+            "training.local_batch_size": 1,
+            "training.global_batch_size": 1,
+        }
+        one = changed(self.small, {**self._keys({}, alone=True), **plain, **deep})
         depth = one.model.sizes.n_layers  # few, if the family's shrink() knows no other
         if depth < whole.model.sizes.n_layers:
             whole = changed(self.small, self._keys(degrees))
@@ -211,9 +216,7 @@ class Certifier:
     def _deep(self, n_layers: int) -> dict[str, Any]:
         """Return the keys of the small job that depend on the number of layers."""
         keys = small_keys(self.config, tp=self.layout.tp, n_layers=n_layers)
-        return {
-            name: keys[name] for name in ("model.overrides", "model.freeze") if name in keys
-        }
+        return {name: keys[name] for name in keys.keys() & {"model.overrides", "model.freeze"}}
 
     def _keys(self, degrees: Degrees, *, alone: bool = False) -> dict[str, Any]:
         """Return the keys of a layout, or of the one process that it is compared with."""
@@ -223,24 +226,28 @@ class Certifier:
             # The scale of a tensor in 8 bits is that of the sequences that are multiplied at once.
             by_dp = BATCH if "pp" in degrees else dp * passes
             dp, passes = 1, by_dp if self.is_8bit else 1
-        keys: dict[str, Any] = {key: parts.get(axis, 1) for axis, key in AXES.items()}
-        keys[_EP] = parts.get("ep", 1)
-        keys["training.global_batch_size"] = BATCH
-        keys["training.local_batch_size"] = BATCH // dp // passes
+        keys: dict[str, Any] = {
+            **{key: parts.get(axis, 1) for axis, key in AXES.items()},
+            "parallelism.expert_parallel_degree": parts.get("ep", 1),
+            "training.global_batch_size": BATCH,
+            "training.local_batch_size": BATCH // dp // passes,
+        }
         if not {"dp_shard", "cp"} & parts.keys():  # DDP gathers nothing, and scatters nothing
-            keys |= {"parallelism.fsdp_blocks_per_unit": 1, "parallelism.fsdp_kept_blocks": 1}
-            keys["parallelism.fsdp_separate_reduce_scatter"] = False
+            keys |= {
+                "parallelism.fsdp_blocks_per_unit": 1,
+                "parallelism.fsdp_kept_blocks": 1,
+                "parallelism.fsdp_separate_reduce_scatter": False,
+            }
         # For the job's own axes, and on CPUs without effect.
         keys |= {f"comm.nccl.{axis}": NcclGroupSection().model_dump() for axis in self.nccl}
         recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
         if self.is_8bit and "cp" in degrees and recipe == "tensorwise":
             # A context-parallel rank scales its part of a tensor, which no process alone does. Rows are the same.
-            gathers = (
-                "enable_fsdp_float8_all_gather",
-                "precompute_float8_dynamic_scale_for_fsdp",
-            )
-            keys |= dict.fromkeys((f"{_FLOAT8}.{name}" for name in gathers), False)
-            keys[f"{_FLOAT8}.recipe_name"] = "rowwise"
+            keys |= {
+                f"{_FLOAT8}.recipe_name": "rowwise",
+                f"{_FLOAT8}.enable_fsdp_float8_all_gather": False,
+                f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp": False,
+            }
         return keys
 
     def _compare(
@@ -256,12 +263,9 @@ class Certifier:
         keys = {**self._keys(degrees, alone=True), **drawn}
         if (section := quantize_section(small)) is not None:
             # In some layouts, titan leaves layers alone that it converts in one process.
-            kept = {name for result in results for name in result["kept"]}
+            kept = sorted({name for result in results for name in result["kept"]})
             for name in ("float8", "mx"):
-                keys[f"quantize.linear.{name}.filter_fqns"] = [
-                    *section.filter_fqns,
-                    *sorted(kept),
-                ]
+                keys[f"quantize.linear.{name}.filter_fqns"] = [*section.filter_fqns, *kept]
         alone = changed(self.small, keys)
         [reference] = self.run(alone, 1)
         if small.training.max_norm > max(reference["norms"]):
@@ -299,7 +303,7 @@ class Certifier:
         return self.runs[key]
 
 
-def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError` and an `InputError`."""
     names = ["all", *LAYOUTS, _OWN]
     parser = parser_of("certify")
@@ -313,7 +317,7 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     world = options.world_size or least_world(load_from_argv(job, options=known, warn=False))
     config, layout = load_to_run(job, world_size=world, options=known)
     check_target("--output", options.output, is_folder=True)
-    certifier, rows = Certifier(config, layout, program), []
+    certifier, rows = Certifier(config, layout), []
     layouts = certifier.layouts(None if "all" in chosen else chosen)
     each = [partial(certifier.certify, *layout) for layout in layouts.items()]
     for certify in (certifier.certify_source, *each):
@@ -335,11 +339,10 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
 
 def least_world(config: JobConfig, *, shards: int = 2) -> int:
     """Return the minimum number of ranks of a job's degrees, with at least `shards` FSDP shards where their number is open."""
-    parallel = config.parallelism
-    world = prod(abs(getattr(parallel, key.rpartition(".")[2])) for key in AXES.values())
-    lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
-    is_open = parallel.data_parallel_shard_degree == -1
-    return world * (max(shards, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
+    degrees, ep = degrees_of(config), config.parallelism.expert_parallel_degree
+    world = prod(map(abs, degrees.values()))
+    least = max(shards, -(-ep // (degrees["cp"] * degrees["tp"])))
+    return world * least if degrees["dp_shard"] == -1 else world
 
 
 def _starts(modules: Sequence[Sequence[str]]) -> list[str]:
@@ -354,41 +357,36 @@ def _certificate(
     model = certifier.config.model
     whole, small = asdict(model.sizes), asdict(certifier.small.model.sizes)
     changes = {n: {"job": whole[n], "certified": v} for n, v in small.items() if v != whole[n]}
-    alone = next((run[0] for run in certifier.runs.values() if "versions" in run[0]), {})
+    names = ("torch", "transformers", "torchao")
+    versions = {d.name: d.version for d in distributions() if d.name in names}
+    commit = git_state(Path(titan.__file__).parent) or {}
     return {
         "job": list(job),
         "model": f"{model.name} {model.flavor}",
         "layout": asdict(certifier.layout),
-        "titan": {
-            "version": titan.__version__,
-            **(git_state(Path(titan.__file__).parent) or {}),
-        },
-        "versions": {"python": platform.python_version(), **alone.get("versions", {})},
+        "titan": {"version": titan.__version__, **commit},
+        "versions": {"python": platform.python_version(), **versions},
         "sizes": changes,
-        "keys": {
-            key: value for key, value in certifier.keys.items() if key != "model.overrides"
-        },
-        "rows": [asdict(row) for row in rows],
+        "keys": {k: v for k, v in certifier.keys.items() if k != "model.overrides"},
+        "rows": [*map(asdict, rows)],
     }
 
 
 def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> str:
     """Return a certificate as Markdown."""
-    versions = certificate["titan"] | certificate["versions"]
     note = "The first row compares one process with the program that the model comes from."
     if rows[0].verdict == "unknown":
         note = (
             f"Not compared with the program that the model comes from ({rows[0].reason}). The rows compare titan with titan: "
             "a model that titan reads wrongly would be equal in all of them."
         )
-    sizes = [
-        f"| {n} | {v['job']} | {v['certified']} |" for n, v in certificate["sizes"].items()
-    ]
+    versions = (certificate["titan"] | certificate["versions"]).items()
+    sizes = certificate["sizes"].items()
     return f"""# Certificate of {certificate["model"]}
 
 {note}
 
-`titan certify {shlex.join(certificate["job"])}`: titan {", ".join(f"{k} {v}" for k, v in versions.items())}.
+`titan certify {shlex.join(certificate["job"])}`: titan {", ".join(f"{k} {v}" for k, v in versions)}.
 
 Ten steps on gloo ranks in fp32, compared with one process: the loss and the gradient norm of each step, each gradient of the first
 step, each weight after the last.
@@ -398,7 +396,7 @@ step, each weight after the last.
 {"".join(f"| {row.name} | {row.mesh} | {row} |{chr(10)}" for row in rows)}
 | size | job | certified |
 |---|---|---|
-{chr(10).join(sizes)}
+{chr(10).join(f"| {n} | {v['job']} | {v['certified']} |" for n, v in sizes)}
 """
 
 

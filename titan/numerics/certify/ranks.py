@@ -115,7 +115,7 @@ class Pool:
                 theirs.close()
                 ranks.append((process, ours))
             results = _receive(ranks)
-            failures = [error for ok, error in results if not ok]
+            failures = [error for error in results.values() if isinstance(error, RankError)]
             for process, connection in ranks:
                 connection.close()
                 process.join(0 if failures else AFTER_FAILURE_S)
@@ -123,41 +123,42 @@ class Pool:
                 process.join()
         if failures:
             raise RankFailed(failures)
-        return [pickle.loads(value) for _, value in results]
+        return [pickle.loads(results[rank]) for rank in range(world)]
 
 
-def _receive(ranks: list[tuple[Any, Any]]) -> list[tuple[bool, Any]]:
-    """Return what each rank sent. After a failure, give the others a moment to say what they saw.
+def _receive(ranks: list[tuple[Any, Any]]) -> dict[int, Any]:
+    """Return what each rank sent, in the order of their ends, since a failure may cause others.
+
+    After a failure, give the others a moment to say what they saw.
 
     Nothing here limits the time that ranks take, which depends on what else the machine does: scripts/test.sh limits the
     whole run.
     """
-    processes = {connection: process for process, connection in ranks}
-    numbers = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-    results: dict[Any, tuple[bool, Any]] = {}
-    waiting = list(processes)
+    results: dict[int, Any] = {}
+    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
+    patience = None
     while waiting:
-        failed = not all(ok for ok, _ in results.values())
-        ready: list[Any] = wait(waiting, AFTER_FAILURE_S if failed else None)
+        ready: list[Any] = wait([*waiting], patience)
         if not ready:
             break
-        for connection in ready:
-            waiting.remove(connection)
+        for pipe in ready:
+            rank = waiting.pop(pipe)
             try:
-                results[connection] = connection.recv()
+                results[rank] = pipe.recv()
             except EOFError:
-                processes[connection].join()
-                code = processes[connection].exitcode
-                how = (
-                    f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                )
-                text = f"rank {numbers[connection]} died {how}"
-                results[connection] = (False, RankError(text, text))
-    # In the order of their ends, since a failure may cause others; results in that of the ranks.
-    failed = not all(ok for ok, _ in results.values())
-    return (
-        list(results.values()) if failed else [results[connection] for connection in processes]
-    )
+                results[rank] = _death(rank, ranks[rank][0])
+            if isinstance(results[rank], RankError):
+                patience = AFTER_FAILURE_S
+    return results
+
+
+def _death(rank: int, process: Any) -> RankError:
+    """Return the error of a rank that ended without a result."""
+    process.join()
+    code = process.exitcode
+    how = f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    text = f"rank {rank} died {how}"
+    return RankError(text, text)
 
 
 def _work(
@@ -183,6 +184,6 @@ def _work(
         )
         result = pickle.dumps(function(*args))
         dist.barrier()
-        connection.send((True, result))
+        connection.send(result)
     except BaseException as error:  # a checkpoint error is no Exception
-        connection.send((False, RankError.of(error, rank=rank, world=world)))
+        connection.send(RankError.of(error, rank=rank, world=world))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from itertools import count
 from math import ceil
@@ -55,11 +56,14 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
         **dict.fromkeys(_UNSET),
         "training.seq_len": LENGTH,
         "training.steps": STEPS,
+        "training.global_batch_size": BATCH,
+        # A small model's gradients are small, and what is never clipped proves nothing about clipping.
+        "training.max_norm": min(config.training.max_norm, CLIPPED),
+        "loss.chunk_tokens": min(config.loss.chunk_tokens, 100),
+        # It has the traps of inductor, and takes a tenth of the time.
+        "compile.backend": f"aot_eager{'_decomp_partition' * (ac.mode == 'memory_budget')}",
+        "compile.mode": "default",
     }
-    keys["loss.chunk_tokens"] = min(config.loss.chunk_tokens, 100)
-    keys["training.global_batch_size"] = BATCH
-    # A small model's gradients are small, and what is never clipped proves nothing about clipping.
-    keys["training.max_norm"] = min(config.training.max_norm, CLIPPED)
     if own is not None:
         takes_depth = "n_layers" in inspect.signature(own).parameters
         keys |= own(sizes, n_layers=n_layers) if takes_depth else own(sizes)
@@ -67,8 +71,7 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
     else:
         # MXFP8 scales blocks of 32 values, and torch._scaled_mm wants multiples of 16.
         unit = UNIT * (1 + any(name.endswith(".mx") for name in section.converters))
-        longest = longest_sequence(config)
-        small = small_sizes(sizes, tp=tp, longest=longest, unit=unit)
+        small = small_sizes(sizes, tp=tp, longest=longest_sequence(config), unit=unit)
         keys["model.overrides"] = small | ({"n_layers": n_layers} if n_layers else {})
     if (small_task := getattr(task_options(config), "shrink", None)) is not None:
         keys |= small_task()
@@ -78,9 +81,6 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
         keys["activation_checkpoint.selective_ac_option"] = "2"
     if ac.op_keep_by_block and not (ac.op_keep or ac.op_keep_modules):
         keys["activation_checkpoint.mode"] = "full"
-    # It has the traps of inductor, and takes a tenth of the time.
-    partition = "_decomp_partition" * (ac.mode == "memory_budget")
-    keys |= {"compile.backend": f"aot_eager{partition}", "compile.mode": "default"}
     if config.optimizer.name == "AdamW8bit":
         keys["optimizer.implementation"] = (
             "for-loop"  # fused, inductor compiles it for a minute
@@ -123,18 +123,26 @@ def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[
     head = min(unit if groups * ratio <= UNIT else unit // 2, sizes.head_dim)
     width = sizes.n_heads * sizes.head_dim
     dim = _scaled(sizes.dim, groups * ratio * head, width, unit)
-    small = {"n_heads": groups * ratio, "n_kv_heads": groups, "head_dim": head, "dim": dim}
-    # The remainder decides whether ranks share the vocabulary evenly, and whether float8 takes the matrix.
-    small["vocab_size"] = min(sizes.vocab_size, VOCABULARY + sizes.vocab_size % unit)
-    small["n_dense_layers"] = min(sizes.n_dense_layers, 1)
-    small["num_mtp_modules"] = min(sizes.num_mtp_modules, 1)
+    small = {
+        "n_heads": groups * ratio,
+        "n_kv_heads": groups,
+        "head_dim": head,
+        "dim": dim,
+        # The remainder decides whether ranks share the vocabulary evenly, and whether float8 takes the matrix.
+        "vocab_size": min(sizes.vocab_size, VOCABULARY + sizes.vocab_size % unit),
+        "n_dense_layers": min(sizes.n_dense_layers, 1),
+        "num_mtp_modules": min(sizes.num_mtp_modules, 1),
+    }
     if sizes.num_experts:
         small["num_experts"] = _num_experts(sizes)
     for name in sorted(fields - small.keys() - {"n_layers"}):
         value = getattr(sizes, name)
         if "window" in name:
             small[name] = min(value, WINDOW)
-        elif value > 2 * unit and _is_size(sizes, name, value):
+            continue
+        # The number of parameters tells what is a size of the model.
+        half = {name: value // 2}
+        if value > 2 * unit and replace_fields(sizes, half).num_params < sizes.num_params:
             # Channels of a head, such as those of latent attention, shrink as heads do.
             of_head = "head_dim" in name
             scale = (head, sizes.head_dim, unit // 2) if of_head else (dim, sizes.dim, unit)
@@ -147,11 +155,6 @@ def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[
 
 def _scaled(value: int, small: int, large: int, unit: int) -> int:
     return max(unit, unit * round(value * small / large / unit))
-
-
-def _is_size(sizes: Any, name: str, value: int) -> bool:
-    """Return whether the model has fewer parameters with half of a field's value."""
-    return replace_fields(sizes, {name: value // 2}).num_params < sizes.num_params
 
 
 def _num_experts(sizes: Any) -> int:
@@ -184,19 +187,20 @@ def _small_phases(config: JobConfig) -> dict[str, Any]:
     small = {length: LENGTH << min(place, 2) for place, length in enumerate(lengths)}
     steps, number = max(STEPS, 2 * len(config.phase) + 2), len(config.phase) + 1
     base, phases, batch = config.training.global_batch_size, [], BATCH
+    unset = dict.fromkeys((*DEGREES, "from_tokens", "weights", "local_batch_size"))
     for place, phase in enumerate(config.phase, 1):
         if phase.global_batch_size:
             batch = BATCH << (phase.global_batch_size > base)
-        length = phase.seq_len and small[phase.seq_len]
-        first = {"from_step": 1 + place * steps // number, "from_tokens": None, "weights": None}
-        first |= {"local_batch_size": None, "seq_len": length} | dict.fromkeys(DEGREES)
-        first["global_batch_size"] = batch
-        phases.append({**phase.model_dump(), **first})
+        own = {
+            "from_step": 1 + place * steps // number,
+            "seq_len": phase.seq_len and small[phase.seq_len],
+            "global_batch_size": batch,
+        }
+        phases.append({**phase.model_dump(), **unset, **own})
     keys = {"phase": phases, "training.steps": steps}
-    # The length of a task that reads no text is its own.
-    return keys | (
-        {"training.seq_len": small[config.training.seq_len]} if len(small) > 1 else {}
-    )
+    if len(small) > 1:  # the length of a task that reads no text is its own
+        keys["training.seq_len"] = small[config.training.seq_len]
+    return keys
 
 
 def _small_freeze(config: JobConfig, sizes: Any, keys: Mapping[str, Any]) -> list[str]:
@@ -208,16 +212,14 @@ def _small_freeze(config: JobConfig, sizes: Any, keys: Mapping[str, Any]) -> lis
     names = parameter_counts(section.name, sizes)
     frozen, blocks = frozen_names(names, section.freeze), num_blocks(sizes)
     small = changed(config, {**keys, "model.freeze": []}).model
-    small_model = small.sizes
-    few = num_blocks(small_model)
+    few = num_blocks(small.sizes)
 
     def namesake(name: str) -> str:
-        first, number, *rest = [*name.split(".", 2), "", ""][:3]
-        if first != "layers" or not number.isdecimal():
+        if not (block := re.match(r"layers\.(\d+)", name)):
             return name
-        place = int(number) if 2 * int(number) < few else int(number) + blocks - few
-        return ".".join((first, str(place), *rest))
+        place = int(block[1])
+        place += (blocks - few) * (2 * place >= few)
+        return f"layers.{place}{name[block.end() :]}"
 
-    return [
-        name for name in parameter_counts(small.name, small_model) if namesake(name) in frozen
-    ]
+    counts = parameter_counts(small.name, small.sizes)
+    return [name for name in counts if namesake(name) in frozen]

@@ -18,11 +18,11 @@ from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import load_to_run
 from titan.config.load import load_config, load_from_argv
-from titan.config.options import TRUST_OPTION, put_json
+from titan.config.options import put_json
 from titan.config.render import to_toml
 from titan.numerics.certify.shrink import changed
 from titan.numerics.diff.command import ROUNDED, train
-from titan.numerics.diff.compare import BEYOND, UNIT, apart, compare, values
+from titan.numerics.diff.compare import BEYOND, UNIT, apart, compare, shown, values
 from titan.numerics.diff.recompute import (
     Record,
     newest_start,
@@ -39,7 +39,6 @@ from titan.observe.run_log import read_events
 if TYPE_CHECKING:
     from titan.numerics.diff.saved import SavedTensor
 
-_LATER = "the update of step {}: its loss and gradient norm are equal"
 _CLOCKS = ("throughput/", "memory/")
 _COLUMNS, _OTHERS = TABLES["columns"], TABLES["uncompared"]["columns"]
 # A wrong update moves the next loss by less than this share, and other samples by more.
@@ -83,8 +82,10 @@ class Audit:
         text = f", or the checkpoint of step {step}, from which it was computed again"
         return text if 0 < step == self.since else ""
 
-    def blame(self, text: str) -> None:
-        """Keep what is wrong, if nothing that comes earlier is."""
+    def blame(self, text: str, *findings: str) -> None:
+        """Keep differences, and what is wrong, if nothing that comes earlier is."""
+        self.equal_bits &= not findings
+        self.findings += findings
         self.guilty = self.guilty or text
 
     def lines(self) -> list[str]:
@@ -97,9 +98,7 @@ class Audit:
         if self.equal_bits:
             return [f"equal bits: {what}"]
         lines = [f"{'differs' if self.findings else 'equal but for rounding'}: {what}"]
-        lines += [f"  {text}" for text in self.findings[:_SHOWN]]
-        if len(self.findings) > _SHOWN:
-            lines.append(f"  and {len(self.findings) - _SHOWN} more")
+        lines += shown(self.findings)
         lines += [f"guilty: {self.guilty}"] * bool(self.guilty)
         limits = [f"{kind} {limit:.1e}" for kind, limit in self.limits.items() if limit]
         return lines + [f"smaller changes may be rounding: {', '.join(limits)}"] * bool(limits)
@@ -107,10 +106,7 @@ class Audit:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
-    parser = parser_of("audit")
-    parser.add_argument("--trust-remote-code", **TRUST_OPTION)
-    options, keys = parser.parse_known_args(argv)
-    keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
+    options, keys = parser_of("audit").parse_known_args(argv)
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
     if not put_json(asdict(found), options.json):
         print("\n".join(found.lines()))
@@ -196,38 +192,33 @@ def _compare(found: Audit, original: Record, first: Record, again: Record | None
         first: those of the recomputation.
         again: those of a second one, whose distance from the first is what rounding does. None: only look for other bits.
     """
-    damages = [] if original.saved is None else find_damage(original.saved)
-    if damages:
-        found.equal_bits = False
-        found.findings += [f"{original.saved}: {damage}" for damage in damages]
-        found.blame("the files of the checkpoint: they changed after they were saved")
+    if original.saved is not None and (damages := find_damage(original.saved)):
+        texts = (f"{original.saved}: {damage}" for damage in damages)
+        found.blame("the files of the checkpoint: they changed after they were saved", *texts)
     if original.recorded and again is not None:
         runs = (record.recorded for record in (first, original, again))
         if differences := compare(*runs).differences:
             worst = differences[0]
-            found.findings.append(str(worst))
-            where = f"step {worst.step}"
-            named = f"the {worst.kind} of {worst.name} in {where}"
-            found.blame(f"the samples of {where}" if worst.kind == "batch" else named)
+            named = f"the {worst.kind} of {worst.name} in"
+            what = "the samples of" if worst.kind == "batch" else named
+            found.blame(f"{what} step {worst.step}", str(worst))
     blamed, wrong_row = _compare_rows(found, original, first, again)
-    saved = None
-    if original.saved is not None and first.saved is not None:
-        from titan.numerics.diff.saved import compare_steps
+    from titan.numerics.diff.saved import SavedStep, compare_steps
 
+    saved, follows = SavedStep(), wrong_row < max(first.rows)
+    if original.saved is not None and first.saved is not None:
         third = again.saved if again else None
         saved = compare_steps(original.saved, first.saved, third, rounds=not found.is_same)
-        found.tensors, found.limits = saved.tensors, saved.limits
-        found.equal_bits &= saved.equal_bits
-        found.findings += [
-            f"step {found.step}: {text}" for text in (*saved.other, *saved.wrong)
-        ]
-    follows = saved is not None or wrong_row < max(first.rows)
-    if wrong_row and follows and not (saved and saved.wrong):
+        follows = True
+    found.tensors, found.limits = saved.tensors, saved.limits
+    found.equal_bits &= saved.equal_bits
+    if wrong_row and follows and not saved.wrong:
         blamed = f"the row of step {wrong_row} in metrics.jsonl: all that follows is equal"
-    found.blame(blamed)
-    if saved is not None and saved.wrong:
+    texts = (f"step {found.step}: {text}" for text in (*saved.other, *saved.wrong))
+    found.blame(blamed, *texts)
+    if saved.wrong:
         found.blame(_blame_of(saved.wrong, found))
-    elif saved is not None and saved.other:
+    elif saved.other:
         found.blame(f"the files of step {found.step}, or what the run counts")
 
 
@@ -253,11 +244,11 @@ def _compare_rows(
     moved = {step: values(row) for step, row in again.rows.items()} if again else {}
     for step in sorted({*found.due} - ours.keys() | original.repeated):
         if found.since < step <= min(found.step, max(ours, default=0)):
-            found.equal_bits = False
-            found.findings.append(
-                f"step {step}: metrics.jsonl has {'no row' if step not in ours else 'several rows'} of it"
+            rows = "several rows" if step in ours else "no row"
+            found.blame(
+                "metrics.jsonl: its rows are not those of the steps",
+                f"step {step}: metrics.jsonl has {rows} of it",
             )
-            found.blame("metrics.jsonl: its rows are not those of the steps")
     blamed, last = "", 0
     steps = [step for step in sorted(theirs) if step in ours and step > found.since]
     found.rows = len(steps)

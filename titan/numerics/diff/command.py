@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from titan.base.signals import child_environment
 from titan.base.untrusted import InputError, read_bytes
@@ -28,13 +27,12 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
 from titan.numerics.certify.command import least_world
-from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only
+from titan.numerics.diff.compare import Comparison, compare, parameters_only, shown
 from titan.numerics.recorded import RecordedStep, read_steps
 from titan.numerics.tables import TABLES, parser_of
 
 _SHOWN = 8
 _ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more
-_OTHER = {"a": "b", "b": "a"}
 ROUNDED = " again with rounding noise, to measure what is normal"
 _OFF = ("validation.enable", "checkpoint.load_only", *TABLES["records"])
 
@@ -43,22 +41,25 @@ def main(argv: list[str]) -> int:
     """Run the command. Return 0 if the runs are equal but for rounding, else 1."""
     parser = parser_of("diff")
     options, rest = parser.parse_known_args(argv)
+    keys = {
+        side: [word for word in rest if not word.startswith(f"--{other}.")]
+        for side, other in ("ab", "ba")
+    }
     for word in rest:
-        sides = [side for side in "ab" if not word.startswith(f"--{_OTHER[side]}.")]
-        if all(Path(getattr(options, side)).is_dir() for side in sides):
+        if all(Path(getattr(options, side)).is_dir() for side in keys if word in keys[side]):
             message = "a recorded run is read as it is; keys change jobs that are trained"
             raise mistake(word, message)
     with tempfile.TemporaryDirectory(prefix="titan-diff-") as folder:
         place = options.output or Path(folder)
         # All are checked before the first one is trained.
-        planned = [_planned(options, rest, side, place / side) for side in "ab"]
+        planned = [_planned(options, keys[side], side, place / side) for side in "ab"]
         for line in differing_keys(*(text for text, _ in planned)):
             print(line, flush=True)
         runs = [run for _, run in planned]
         if options.spread is not None:
             runs.append(partial(list, read_steps(options.spread)))
         elif not Path(options.a).is_dir():
-            runs.append(_planned(options, rest, "a", place / "spread", perturbed=True)[1])
+            runs.append(_planned(options, keys["a"], "a", place / "spread", perturbed=True)[1])
         a, b, *last = (run() for run in runs)
     spread: Sequence[RecordedStep] = last[0] if last else ()
     if not {step.step for step in a} & {step.step for step in b}:
@@ -83,11 +84,11 @@ def _check_spread(
     a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path
 ) -> None:
     """Raise InputError if a run is no disturbed run of A's job."""
-    ours, moved = (
-        {(s.step, t.kind, t.name): t for s in x for t in s.tensors} for x in (a, spread)
-    )
-    away = [distance(t, moved[key]) for key, t in ours.items() if key in moved]
-    if len(away) < len(ours) or not any(away) or median(away) > _ANOTHER:
+    found, steps = compare(a, spread), {step.step for step in a}
+    far = sum(difference.ratio > _ANOTHER for difference in found.differences)
+    is_whole = steps <= {step.step for step in spread} and not found.left_out
+    is_disturbed = found.worst or found.differences
+    if not (is_whole and is_disturbed) or 2 * far > found.compared:
         why = "it has other steps, tensors, weights or samples, or equal bits"
         raise InputError(
             f"--spread: {folder} is no run of A's job with record_perturbed: {why}"
@@ -104,8 +105,8 @@ def report(found: Comparison, *, measured: bool) -> list[str]:
     of = f"{found.compared} tensors compared"
     if found.left_out:
         of += f", {found.left_out} in one run only"
-    limit = "; rounding was not measured: its limit follows from the dtype alone"
-    basis = "" if measured else limit
+    basis = "; rounding was not measured: its limit follows from the dtype alone"
+    basis *= not measured
     if not found.differences:
         share = f"the largest difference is {found.worst:.0%} of what rounding may make"
         return [f"equal: {of}; {share}{basis}"]
@@ -113,18 +114,13 @@ def report(found: Comparison, *, measured: bool) -> list[str]:
     lines = [f"differs ({of}{basis})", f"first: {first}"]
     if first.kind == "batch":
         return lines  # all others follow from it
-    lines += [
-        f"  then {other.kind} of {other.name or 'the step'}, by {other.ratio:.1e}"
-        for other in others[:_SHOWN]
-    ]
-    if len(others) > _SHOWN:
-        lines.append(f"  and {len(others) - _SHOWN} more")
-    return lines
+    others = [f"then {d.kind} of {d.name or 'the step'}, by {d.ratio:.1e}" for d in others]
+    return [*lines, *shown(others)]
 
 
 def _planned(
     options: argparse.Namespace,
-    rest: Sequence[str],
+    keys: Sequence[str],
     side: str,
     folder: Path,
     *,
@@ -137,7 +133,6 @@ def _planned(
         with suppress(InputError):
             text = read_bytes(given / "config.toml", within=given).decode(errors="replace")
         return text, partial(list, read_steps(given))
-    keys = [word for word in rest if not word.startswith(f"--{_OTHER[side]}.")]
     job = [str(given), *(word.replace(f"--{side}.", "--", 1) for word in keys)]
     plain = [word for word in job if not word.startswith("--")]
     if len(plain) > 1:

@@ -25,6 +25,18 @@ UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64"
 _UNMEASURED = 512.0
 _CLOSE = 0.05  # of a recognised factor
 _OF_PARAMETERS = {"weight", "gradient", "update"}
+_BACKWARD = {"output gradient", "gradient", "update"}
+_STAGES = {
+    "batch": 0,
+    "weight": 1,
+    "output": 2,
+    "loss": 3,
+    "output gradient": 4,
+    "gradient": 4,
+    "gradient norm": 5,
+    "update": 6,
+}
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -131,19 +143,21 @@ def compare(
         shared = _OF_PARAMETERS & kinds & {kind for kind, _ in a}
         extra = [key for key in in_order(two) if key not in a]
         for key in (*extra, *in_order(one)):
+            kind = key[0]
             if key not in a or key not in b:
                 # A layout may compute an output in another place, but it has all parameters.
-                if key[0] in shared:
+                if kind in shared:
                     guess = f"the {'other run' if key in a else 'reference'} has none"
                     limit = normal.get(key, 0.0)
                     found.append(Difference(one.step, *key, math.inf, limit, guess, "", last))
                 continue
             compared += 1
             ratio = distance(a[key], b[key])
-            is_given = key[0] in ("batch", "weight")
-            allowed = _allowed(key[0], normal[key]) * (1 if is_given else inherited)
-            allowed *= not exact
-            limits[key[0]] = max(allowed, limits.get(key[0], 0.0))
+            factor = 1.0 if kind in ("batch", "weight") else inherited
+            most = _BEYOND_OF.get(kind, BEYOND) * normal[key]
+            # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
+            allowed = min(most, max(BEYOND * normal[key], _FEW)) * factor * (not exact)
+            limits[kind] = max(allowed, limits.get(kind, 0.0))
             if ratio <= allowed and not b[key].copies:
                 worst, last = max(worst, ratio and ratio / allowed), _words(*key)
                 continue
@@ -162,13 +176,6 @@ def _inherited(
     weights = [key for key in a if key[0] == "weight" and key in b]
     shares = [distance(a[key], b[key]) / normal[key] for key in weights]
     return min(max(1.0, *shares), _BEYOND_OF["weight"]) if shares else 1.0
-
-
-def _allowed(kind: str, normal: float) -> float:
-    """Return the largest relative difference that rounding explains."""
-    most = _BEYOND_OF.get(kind, BEYOND) * normal
-    # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
-    return min(most, max(BEYOND * normal, _FEW))
 
 
 def in_order(step: RecordedStep) -> list[Key]:
@@ -192,22 +199,11 @@ def in_order(step: RecordedStep) -> list[Key]:
             owner = owner.rpartition(".")[0]
         return -place.get(owner, inner.get(owner, -1)), 1
 
-    keys: list[Key] = []
-    stages = (
-        ("batch",),
-        ("weight",),
-        ("output",),
-        ("loss",),
-        ("output gradient", "gradient"),
-        ("gradient norm",),
-        ("update",),
-    )
-    for kinds in stages:
-        tensors = [t for t in _tensors(step) if t.kind in kinds]
-        if len(kinds) > 1 or kinds == ("update",):
-            tensors.sort(key=backward)
-        keys += [(t.kind, t.name) for t in tensors]
-    return keys
+    def order(tensor: RecordedTensor) -> tuple[int, ...]:
+        stage = _STAGES[tensor.kind]
+        return (stage, *backward(tensor)) if tensor.kind in _BACKWARD else (stage,)
+
+    return [(t.kind, t.name) for t in sorted(_tensors(step), key=order)]
 
 
 def _tensors(step: RecordedStep) -> list[RecordedTensor]:
@@ -251,10 +247,10 @@ def _normal(
         normal[key] = max(measured, least)
     # By chance, one tensor may move less than others of its kind.
     for kind in {key[0] for key in normal} if moved else ():
-        values = sorted(value for key, value in normal.items() if key[0] == kind)
+        alike = {key: value for key, value in normal.items() if key[0] == kind}
         share = 0.9 if kind in ("update", "weight") else 0.5
-        least = values[int(share * (len(values) - 1))]
-        normal |= {key: max(value, least) for key, value in normal.items() if key[0] == kind}
+        least = sorted(alike.values())[int(share * (len(alike) - 1))]
+        normal |= {key: max(value, least) for key, value in alike.items()}
     return normal
 
 
@@ -273,10 +269,11 @@ def distance(a: RecordedTensor, b: RecordedTensor) -> float:
     """Return the estimated norm of a difference over the norm of the first tensor."""
     one, two = _flat(a), _flat(b)
     away, size = math.dist(one, two), math.hypot(*one)
-    if a.norm is not None and b.norm is not None and a.norm:
+    if a.norm and b.norm is not None:
         # Signs may hide a change of a few values, and norms do not.
-        away = max(away, abs(a.norm - b.norm) * math.sqrt(len(a.sums)))
-        size = max(size, a.norm * math.sqrt(len(a.sums)))
+        scale = math.sqrt(len(a.sums))
+        away = max(away, abs(a.norm - b.norm) * scale)
+        size = max(size, a.norm * scale)
     if math.isnan(away):
         return 0.0 if math.isnan(size) else math.inf
     return away / size if size else (math.inf if away else 0.0)
@@ -310,15 +307,18 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
             if abs(factor * n - 1) < _CLOSE:
                 return f"it is 1/{n} of it, as if it had been divided by {axis}'s {n} ranks, or never added up"
         return f"it is {factor:.3g} times the reference, in all places alike"
-    bad = _differing_chunks(a, b)
     is_small = distance(a, b) < UNIT["bfloat16"]
     if not is_small and a.norm and b.norm is not None and abs(a.norm - b.norm) < 1e-3 * a.norm:
         return "it has the same size and other values: a part is in another place, or an order is another one"
     # Fewer samples than chunks leave chunks empty.
-    filled = [n + 1 for n in range(len(a.sums[0])) if any(row[n] for row in (*a.sums, *b.sums))]
-    if bad and len(bad) < len(filled):
-        parts = ", ".join(str(filled.index(n) + 1) for n in bad)
-        return f"only the parts {parts} of {len(filled)} along its first dimension differ"
+    columns = zip(zip(*a.sums, strict=True), zip(*b.sums, strict=True), strict=True)
+    away = [math.dist(*pair) for pair in columns if any(map(any, pair))]
+    # These hold nearly all of the difference.
+    bad = [str(n) for n, far in enumerate(away, 1) if far > 1e-3 * math.hypot(*away)]
+    if 0 < len(bad) < len(away):
+        return (
+            f"only the parts {', '.join(bad)} of {len(away)} along its first dimension differ"
+        )
     if is_small:
         return "a small difference: another precision or constant, or only a few values differ"
     if abs(factor - 1) < _CLOSE:
@@ -354,10 +354,7 @@ def _apart(pair: tuple[Any, Any]) -> float:
     return abs(a - b) / (abs(b) or 1.0) if is_number else math.inf
 
 
-def _differing_chunks(a: RecordedTensor, b: RecordedTensor) -> list[int]:
-    """Return the numbers, from 1, of the chunks of the first dimension that hold nearly all of the difference."""
-    away = [
-        sum((x[n] - y[n]) ** 2 for x, y in zip(a.sums, b.sums, strict=True))
-        for n in range(len(a.sums[0]))
-    ]
-    return [n + 1 for n, value in enumerate(away) if value > 1e-6 * sum(away)]
+def shown(lines: Sequence[str]) -> list[str]:
+    """Return the first lines of a list, indented, and how many follow."""
+    more = len(lines) - _SHOWN
+    return [f"  {line}" for line in lines[:_SHOWN]] + [f"  and {more} more"] * (more > 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,33 +24,22 @@ class SavedTensor:
 
     Attributes:
         name: its name in the checkpoint.
-        count: values.
         other: values with other bits.
         wrong: values that differ beyond rounding.
-        index: place of the value that is furthest off.
-        saved: that value in the checkpoint.
-        computed: the same, computed again.
         limit: differences up to here are within rounding.
-        bits: number of bits in which the two values differ.
-        share: their distance as a share of the largest value of the tensor.
+        share: distance of the value that is furthest off, as a share of the largest value of the tensor.
+        text: that value in words.
     """
 
     name: str
-    count: int
     other: int = 0
     wrong: int = 0
-    index: tuple[int, ...] = ()
-    saved: float = 0.0
-    computed: float = 0.0
     limit: float = 0.0
-    bits: int = 0
     share: float = 0.0
+    text: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
-        many = f"; {self.wrong:,} of its {self.count:,} values differ" if self.wrong > 1 else ""
-        flip = " (one bit)" if self.bits == 1 else ""
-        return f"{where} is {self.saved:.9g}, and {self.computed:.9g} when computed again{flip}{many}"
+        return self.text
 
 
 @dataclass
@@ -71,73 +61,48 @@ class SavedStep:
     limits: dict[str, float] = field(default_factory=dict)
 
 
-def compare_saved(
+def compare_steps(
     saved: Location, computed: Location, again: Location | None, *, rounds: bool
-) -> Iterator[SavedTensor]:
-    """Yield the comparison of each tensor that both checkpoints hold, but for states of generators.
+) -> SavedStep:
+    """Compare a step that a run saved with the same step of a second run: titan.json and all tensors.
 
     Args:
-        saved: the checkpoint of the run.
+        saved: the step.
         computed: that of its recomputation.
         again: that of a second recomputation, whose distance from the first is what rounding does. None: bits must be equal.
         rounds: the recomputation rounds otherwise, so the last bit may differ where the second one happens to be equal.
     """
-    ours, theirs = stored_shapes(saved), stored_shapes(computed)
-    names = [name for name in ours if not _is_random(name) and theirs.get(name) == ours[name]]
-    while names:
-        # A read of many tensors costs less than many reads.
-        count, size = 0, 0
-        while count < len(names) and (not size or size < _READ_AT_ONCE):
-            size += ours[names[count]][0].numel() * ours[names[count]][1].itemsize
-            count += 1
-        states = [
-            _read(p, names[:count], ours) for p in (saved, computed, again) if p is not None
-        ]
-        for name in names[:count]:
-            yield _compare(name, *(state.pop(name) for state in states), rounds=rounds)
-        names = names[count:]
-
-
-def compare_steps(
-    saved: Location, computed: Location, again: Location | None, *, rounds: bool
-) -> SavedStep:
-    """Compare a step that a run saved with the same step of a second run: titan.json, and what `compare_saved` does.
-
-    Args:
-        saved: the step.
-        computed: that of the second run.
-        again: that of a third one, see `compare_saved`.
-        rounds: see `compare_saved`.
-    """
     found = SavedStep()
+    ours, theirs = _shapes(saved), _shapes(computed)
+    alike = [name for name in ours if theirs.get(name) == ours[name]]
     if not read_metadata(saved).get("model_only"):  # the last save may hold weights alone
-        a, b = stored_shapes(saved), stored_shapes(computed)
         found.other = [
             f"{name} is in one checkpoint only, or has another shape"
-            for name in sorted(a.keys() | b.keys())
-            if a.get(name) != b.get(name) and not _is_random(name)
+            for name in sorted({*ours, *theirs}.difference(alike))
         ]
-    one, two, three = (
-        {} if path is None else _facts(path) for path in (saved, computed, again)
-    )
+    paths = [path for path in (saved, computed, again) if path is not None]
+    one, two, *three = map(_facts, paths)
     for name in one.keys() | two.keys():
         # Another titan may have other facts.
-        ours, theirs = one.get(name), two.get(name)
-        if ours == theirs or (None in (ours, theirs) and not name.startswith("data.")):
+        a, b = one.get(name), two.get(name)
+        if a == b or (None in (a, b) and not name.startswith("data.")):
             continue
         found.equal_bits = False
-        spread = apart(theirs or [], three.get(name, [])) if three else 0.0
-        if apart(ours or [], theirs or []) > BEYOND * max(spread, UNIT["float32"] * rounds):
+        spread = [apart(b or [], facts.get(name, [])) for facts in three]
+        if apart(a or [], b or []) > BEYOND * max(*spread, UNIT["float32"] * rounds, 0.0):
             found.other.append(
-                f"{name} in titan.json is {_text(ours)}, and {_text(theirs)} when computed again"
+                f"{name} in titan.json is {_text(a)}, and {_text(b)} when computed again"
             )
     found.equal_bits &= not found.other
-    for tensor in compare_saved(saved, computed, again, rounds=rounds):
-        found.tensors += 1
-        found.equal_bits &= not tensor.other
-        kind = kind_of(tensor.name)
-        found.limits[kind] = max(found.limits.get(kind, 0.0), tensor.limit)
-        found.wrong += [tensor] * bool(tensor.wrong)
+    found.tensors = len(alike)
+    for names in _portions(alike, ours):
+        states = [_read(path, names, ours) for path in paths]
+        for name in names:
+            tensor = _compare(name, *(state.pop(name) for state in states), rounds=rounds)
+            found.equal_bits &= not tensor.other
+            kind = kind_of(name)
+            found.limits[kind] = max(found.limits.get(kind, 0.0), tensor.limit)
+            found.wrong += [tensor] * bool(tensor.wrong)
     found.wrong.sort(key=lambda tensor: -tensor.share)
     return found
 
@@ -158,8 +123,20 @@ def kind_of(name: str) -> str:
     return "weights" if group in ("model", "average") and last != "last_loads" else last
 
 
-def _is_random(name: str) -> bool:
-    return name.startswith("rng.")  # states of generators, each of one rank
+def _shapes(step: Location) -> dict[str, Any]:
+    """Return the shapes and dtypes of a checkpoint's tensors, but for states of generators, each of one rank."""
+    shapes = stored_shapes(step)
+    return {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
+
+
+def _portions(names: Sequence[str], shapes: Mapping[str, Any]) -> Iterable[list[str]]:
+    """Return names of tensors to read together: a read of many costs less than many reads."""
+    portions: defaultdict[int, list[str]] = defaultdict(list)
+    size = 0
+    for name in names:
+        portions[size // _READ_AT_ONCE].append(name)
+        size += shapes[name][0].numel() * shapes[name][1].itemsize
+    return portions.values()
 
 
 def _read(path: Location, names: Sequence[str], shapes: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -175,7 +152,7 @@ def _compare(
     apart = a.view(kind) != b.view(kind)
     other, limit = int(apart.sum()), 0.0
     if not other:
-        return SavedTensor(name, a.numel())
+        return SavedTensor(name)
     away = _distance(a, b)
     if c is not None:
         # A value near 0 in Adam's denominator moves by far more than its neighbours, and another one in each layout.
@@ -184,14 +161,17 @@ def _compare(
         limit += float(b.abs().nan_to_num(posinf=0.0).max()) * torch.finfo(b.dtype).eps
     beyond = (away > limit) & apart
     if not (wrong := int(beyond.sum())):
-        return SavedTensor(name, a.numel(), other, limit=limit)
+        return SavedTensor(name, other, limit=limit)
     furthest = torch.where(beyond, away, -1.0).argmax()
     at = tuple(int(i) for i in torch.unravel_index(furthest, a.shape))
     flipped = int(a.view(kind)[at]) ^ int(b.view(kind)[at])
     bits = (flipped & (2 ** (8 * a.element_size()) - 1)).bit_count()
     share = float(away[at]) / (float(b.double().abs().max()) or 1.0)
-    values = float(a[at]), float(b[at])
-    return SavedTensor(name, a.numel(), other, wrong, at, *values, limit, bits, share)
+    where = f"{name}[{', '.join(map(str, at))}]" if at else name
+    text = f"{where} is {float(a[at]):.9g}, and {float(b[at]):.9g} when computed again"
+    text += " (one bit)" if bits == 1 else ""
+    text += f"; {wrong:,} of its {a.numel():,} values differ" if wrong > 1 else ""
+    return SavedTensor(name, other, wrong, limit, share, text)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

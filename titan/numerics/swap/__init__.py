@@ -1,7 +1,6 @@
 """`titan swap`: a run goes on as another job, with proof that it is still the same run.
 
 command.py     the command: what may differ, the proof, and the result for whoever signs it
-experiment.py  both jobs train the same steps from the newest checkpoint
-proof.py       what those steps say, step by step, and the speed of both jobs beside the simulator's
+experiment.py  both jobs train the same steps from the newest checkpoint; what those steps say
 handover.py    the new run folder, which appears in one rename
 """

@@ -35,17 +35,13 @@ from titan.config.schema import JobConfig
 from titan.data.special_tokens import fingerprint
 from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys
-from titan.numerics.swap.experiment import Experiment, Side
-from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
-from titan.numerics.swap.proof import (
-    AS_THEY_ARE,
-    DIFFERS,
-    FLOAT32,
+from titan.numerics.swap.experiment import (
     FOLDER,
-    Proof,
-    predict,
+    Experiment,
+    Side,
     verdict_of,
 )
+from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
 from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
 
@@ -72,7 +68,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     config, saved, lost = recompute.open_run(run, keys)
     recompute.require_permissions(lost, config, has_base=True)
     size = read_json(run / "environment.json", recompute.Facts, within=run).world_size
-    last = config.training.steps
+    last, old_toml = config.training.steps, to_toml(config)
     base = recompute.newest_start(saved, before=last)
     if base is None:
         raise InputError(f"{run} has no whole checkpoint before its last step, {last:,}")
@@ -88,16 +84,16 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     sequences = recompute.sequences_of(config, size), recompute.sequences_of(asked, ranks)
     terms = differing(job_facts(config), job_facts(asked))
 
-    def changed(old_toml: str) -> dict[str, Any]:
-        found = changed_settings(old_toml, asked, sequences=sequences)
+    def changed(before: str) -> dict[str, Any]:
+        found = changed_settings(before, asked, sequences=sequences)
         # A number format is compared, within its own bounds.
         return {key: pair for key, pair in found.items() if freedom(key) != "format"} | terms
 
     # Keys of the command line say where the old job finds its data, too. They may not hide that the new job has other data.
     changes = changed((run / "config.toml").read_text("utf-8"))
     _require_named(changes, asked, options.changes)
-    kept = _job_lines(asked, changed(to_toml(config)))
-    plan = fingerprint(vars(options), to_toml(config), kept)
+    kept = _job_lines(asked, changed(old_toml))
+    plan = fingerprint(vars(options), old_toml, kept)
     handover = Handover(Path(asked.job.dump_folder), plan)
     again = shlex.join(["titan", "train", *words, f"--nproc={ranks}"])
     goes_on = f"`{again}` goes on in {handover.target}"
@@ -108,12 +104,12 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     job = handover.job("new", kept)
     compared, _ = load_to_run([job], world_size=ranks, warn=False)
     new = Side([job], compared, ranks, options.python)
-    old = Side([handover.job("old", to_toml(config))], config, size, sys.executable)
+    old = Side([handover.job("old", old_toml)], config, size, sys.executable)
     start = handover.copy(run, saved, step, asked.checkpoint.folder)
     steps = range(step + 1, min(step + options.steps, last) + 1)
     tried = Experiment(handover, start, steps, old, new)
     # With --changes, the comparison keeps the old values.
-    proofs = _prove(tried, new.words if changes else words, exact=options.exact)
+    proofs = tried.prove(new.words if changes else words)
     newest = max([row["step"] for row in read_rows(run / "metrics.jsonl")], default=step)
     found: dict[str, Any] = {
         "run": str(run),
@@ -122,7 +118,6 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         "changes": change_lines(changes),
         "proofs": [*map(asdict, proofs.values())],
         **tried.figures(),
-        "predicted": predict(compared, ranks),
         "again": max(newest - step, 0),
         "seconds": time.monotonic() - begun,
     }
@@ -132,30 +127,16 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         _outlook(found),
     ]
     if not put_json(found, options.json):
-        lines = differing_keys(to_toml(config), to_toml(asked), "old and new")
-        print("\n".join([*lines, *_lines(found, proofs), *found["result"]]))
+        lines = differing_keys(old_toml, to_toml(asked), "old and new")
+        for proof in proofs.values():
+            lines += proof.lines()
+        print("\n".join([*lines, *found["result"]]))
     if FOLDER not in proofs or not proofs[FOLDER].passes:
         rmtree(handover.work)
         return _REFUSED if options.or_refuse else 1
     handover.finish(run, found)
     print(f"handed over after step {step:,}: {goes_on}", file=sys.stderr)
     return 0
-
-
-def _prove(tried: Experiment, words: list[str], *, exact: bool) -> dict[str, Proof]:
-    """Return the comparisons of two jobs by their names.
-
-    Args:
-        tried: the two jobs.
-        words: files and keys of the command that goes on.
-        exact: compare in float32, also if the precision of the jobs can tell.
-    """
-    proofs = {AS_THEY_ARE: (proof := tried.compare())}
-    if proof.verdict != DIFFERS and (exact or proof.may_be_clear):
-        proofs[FLOAT32] = proof = tried.compare(exact=True)
-    if proof.passes:
-        proofs[FOLDER] = tried.compare_first(words)
-    return proofs
 
 
 def _before(run: Path, keys: Sequence[str]) -> str:
@@ -182,12 +163,13 @@ def _require_named(
     Raises:
         ConfigError: one is not named, or the new job could not go on.
     """
+    fix = (
+        "changes what is learned or measured: set it back, or, if that is meant, add --changes"
+    )
     wrong = {}
     for key, _, values in (line.partition(": ") for line in change_lines(changes)):
         if not any(f"{key}.".startswith(f"{name}.") for name in named):
-            wrong[key] = (
-                f"{values} changes what is learned or measured: set it back, or, if that is meant, add --changes {key}"
-            )
+            wrong[key] = f"{values} {fix} {key}"
     section = new.checkpoint
     if section.why_unsaved or "://" in section.folder or Path(section.folder).is_absolute():
         wrong["checkpoint.folder"] = "the new job has to save in a folder below its run folder"
@@ -207,23 +189,9 @@ def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
     return toml_lines(dict(leaves(data)))
 
 
-def _lines(found: Mapping[str, Any], proofs: Mapping[str, Proof]) -> list[str]:
-    """Return the comparisons and the figures of both jobs in words."""
-    lines = [line for proof in proofs.values() for line in proof.lines()]
-    return lines + [f"{name}: {_figures(found[name])}" for name in ("old", "new", "predicted")]
-
-
 def _outlook(found: Mapping[str, Any]) -> str:
     """Return what the run loses and gains, in words."""
     text = f"{found['again']:,} steps since step {found['step']:,} will be trained again"
-    speed, expected = found["new"].get("tokens_per_s"), found["predicted"]
-    if speed and "low" in expected:
-        is_odd = not expected["low"] <= speed <= expected["high"]
-        text += f"; {speed:,.0f} tokens/s, {'OUTSIDE' if is_odd else 'within'} the simulator's {expected['low']:,.0f} to {expected['high']:,.0f}"
+    if speed := found["new"]["tokens_per_s"]:
+        text += f"; {speed:,.0f} tokens/s"
     return f"{text}; compared in {found['seconds']:,.0f} s"
-
-
-def _figures(facts: Mapping[str, Any]) -> str:
-    """Return versions, speed and memory in words."""
-    words = {k: f"{v:,.2f}" if isinstance(v, float) else v for k, v in facts.items()}
-    return ", ".join(f"{name} {word}" for name, word in words.items() if isinstance(word, str))

@@ -10,21 +10,27 @@ too much, all of them train once more in float32, and that decides.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from titan.checkpoint.identity import differing, freedom, settings
 from titan.config.schema import JobConfig
 from titan.numerics.diff.command import train
+from titan.numerics.diff.compare import compare
 from titan.numerics.diff.recompute import Record, recomputation
 from titan.numerics.swap.handover import Handover, toml_lines
-from titan.numerics.swap.proof import EQUAL, Proof, prove, speed
 from titan.numerics.tables import TABLES
 
+AS_THEY_ARE, FLOAT32 = "", "in float32, "
+FOLDER = "with the command that goes on, in the new folder, "
+VERDICTS = EQUAL, ROUNDED, DIFFERS = ("equal bits", "equal but for rounding", "differs")
+_SHOWN = 8
 _PLAIN = 3  # steps without a record, whose time counts
 _PRECISION = ("mixed_precision_param", "mixed_precision_reduce")
 _SHORT = ("training.steps", "lr_scheduler.total_steps", "phase", "debug.record_steps")
@@ -72,6 +78,20 @@ class Experiment:
         """Return the step that both save."""
         return min(self.steps[-1] + _PLAIN, self.old.config.training.steps)
 
+    def prove(self, words: list[str]) -> dict[str, Proof]:
+        """Return the comparisons of both jobs by their names.
+
+        Args:
+            words: files and keys of the command that goes on.
+        """
+        proofs = {AS_THEY_ARE: (proof := self.compare())}
+        # Float32 may tell what the precision of the jobs does not.
+        if proof.unclear and proof.precision != "float32 (old) and float32 (new)":
+            proofs[FLOAT32] = proof = self.compare(exact=True)
+        if proof.passes:
+            proofs[FOLDER] = self.compare_first(words)
+        return proofs
+
     def compare(self, *, exact: bool = False) -> Proof:
         """Train both jobs, `exact` in float32, and compare them."""
         keys = TABLES["float32"] if exact else {}
@@ -83,15 +103,14 @@ class Experiment:
         rounds = getattr(self.old.config.optimizer, "stochastic_rounding", False)
         if (draws or rounds) and not is_same and not self.quiet:
             self.quiet = {"debug.draws": False}
-            self.quiet |= {"optimizer.stochastic_rounding": False} if rounds else {}
+            if rounds:
+                self.quiet["optimizer.stochastic_rounding"] = False
             return self.compare(exact=exact)
-        again = partial(self._trained, "old again", self.old, keys)
+        name, why = "old again", ""
         if not is_same:
-            more = _disturbance(self.new.config) | keys
-            again = partial(self._trained, "disturbed old", self.old, more)
-        why = (
-            "the model draws random numbers outside of modules" if draws and not is_same else ""
-        )
+            name, keys = "disturbed old", _disturbance(self.new.config) | keys
+            why = "the model draws random numbers outside of modules" if draws else ""
+        again = partial(self._trained, name, self.old, keys)
         return settle(one, two, again, is_same=is_same, why=why)
 
     @property
@@ -111,11 +130,13 @@ class Experiment:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """Return versions, speed and memory of both jobs."""
+        """Return versions and speed of both jobs. A speed of 0 is not known."""
         found = {}
         for name, side in (("old", self.old), ("new", self.new)):
             run = self._trained(name, side, {})
-            found[name] = run.recorded[0].about | speed(run, after=self.steps[-1])
+            rows = [row for step, row in run.rows.items() if step > self.steps[-1]]
+            found[name] = dict(run.recorded[0].about)
+            found[name]["tokens_per_s"] = median([r["tokens_per_s"] for r in rows] or [0.0])
         return found
 
     def compare_first(self, words: list[str]) -> Proof:
@@ -131,11 +152,9 @@ class Experiment:
         keys = {key: keys[key] for key in _SHORT if key in keys} | self.quiet
 
         def trained(name: str) -> Record:
-            def make(place: Path) -> None:
-                shutil.copytree(self.handover.work / "run", place)
-                self._train(words, f"{name}, step {step:,} in the new folder", new, keys, place)
-
-            return Record(self.handover.part(name, make), None)
+            what = f"{name}, step {step:,} in the new folder"
+            folder = self._folder(name, new, words, what, keys, begun=self.handover.run)
+            return Record(folder, None)
 
         on, first = trained("going on"), self._trained("new", new, {})
         return settle(on, first, partial(trained, "going on again"), is_same=True)
@@ -155,20 +174,40 @@ class Experiment:
         full = f"{name}{' in float32' * is_exact}{' without draws' * bool(self.quiet)}"
         what = f"steps {self.steps[0]:,} to {self.steps[-1]:,} of the {full} job"
 
-        def make(place: Path) -> None:
-            self._train(side.words, what, side, keys, place)
-
-        folder = self.handover.part(full, make)
+        folder = self._folder(full, side, side.words, what, keys)
         return Record(folder, folder / "checkpoint" / f"step-{self.last}")
 
-    def _train(
-        self, words: list[str], what: str, side: Side, keys: Mapping[str, Any], place: Path
-    ) -> None:
-        lines = {**keys, "job.dump_folder": str(place)}
-        # A file, since a command line has no tables.
-        overlay = self.handover.job("keys", toml_lines(lines))
-        words = [word for word in words if word[2:].partition("=")[0] not in lines]
-        train([*words, overlay], ranks=side.ranks, what=what, python=side.python)
+    def _folder(
+        self,
+        name: str,
+        side: Side,
+        words: list[str],
+        what: str,
+        keys: Mapping[str, Any],
+        *,
+        begun: Path | None = None,
+    ) -> Path:
+        """Return the run folder of a job, which is trained unless a killed command has done so.
+
+        Args:
+            name: name of the folder.
+            side: its environment and ranks.
+            words: its files and keys.
+            what: the job in words.
+            keys: keys that replace those of the words.
+            begun: a run folder that the run goes on in a copy of.
+        """
+
+        def make(place: Path) -> None:
+            if begun is not None:
+                shutil.copytree(begun, place)
+            lines = {**keys, "job.dump_folder": str(place)}
+            # A file, since a command line has no tables.
+            overlay = self.handover.job("keys", toml_lines(lines))
+            kept = [word for word in words if word[2:].partition("=")[0] not in lines]
+            train([*kept, overlay], ranks=side.ranks, what=what, python=side.python)
+
+        return self.handover.part(name, make)
 
 
 def settle(
@@ -206,3 +245,160 @@ def _disturbance(new: JobConfig) -> dict[str, Any]:
         keys["model.converters"] = new.model.converters
         keys["quantize"] = new.quantize.model_dump(exclude_none=True)
     return keys
+
+
+# ---- what the steps say -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepProof:
+    """Comparison of a step.
+
+    Attributes:
+        step: its number.
+        old_loss: loss of the old job.
+        new_loss: loss of the new one.
+        verdict: one of `VERDICTS`.
+        worst: the largest difference of tensors that are equal, as a share of what rounding may make.
+        first: the first tensor that differs, in words.
+    """
+
+    step: int
+    old_loss: float
+    new_loss: float
+    verdict: str
+    worst: float
+    first: str
+
+    def __str__(self) -> str:
+        why = f": {self.first}" if self.first else ""
+        if self.verdict == ROUNDED:
+            why = f" (largest difference: {self.worst:.0%} of the bound)"
+        return f"{self.step:>8,}  {self.old_loss:<10.7g}  {self.new_loss:<10.7g}  {self.verdict}{why}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Comparison of all steps.
+
+    Attributes:
+        verdict: the worst of them.
+        precision: dtypes that the jobs compute in.
+        compared: number of tensors that both recorded.
+        left_out: number of those that one of them did.
+        hidden: for each kind of tensor, the largest relative change that rounding may hide.
+        steps: the steps.
+        saved: differences of what both saved after the last step, in words.
+        unclear: why the verdict says nothing, in words; "": it does.
+    """
+
+    verdict: str
+    precision: str
+    compared: int
+    left_out: int
+    hidden: dict[str, float]
+    steps: list[StepProof]
+    saved: list[str]
+    unclear: str
+
+    @property
+    def first(self) -> str:
+        """Return the first difference, in words."""
+        found = filter(None, (*(step.first for step in self.steps), *self.saved))
+        return next(found, "the step was not trained")
+
+    @property
+    def passes(self) -> bool:
+        """Return whether the jobs are the same."""
+        return self.verdict != DIFFERS and not self.unclear
+
+    def lines(self) -> list[str]:
+        """Return the lines of the report."""
+        lines = [
+            "    step  old loss    new loss",
+            *map(str, self.steps),
+            *self.saved[:_SHOWN],
+            f"{self.verdict}: {self.compared:,} tensors in {self.precision}, {self.left_out:,} in one job only",
+        ]
+        if self.verdict == ROUNDED:
+            text = ", ".join(f"{kind} {limit:.0e}" for kind, limit in self.hidden.items())
+            lines.append(f"could not be told, relative to a tensor: changes below {text}")
+        return lines
+
+
+def prove(
+    old: Record,
+    new: Record,
+    spread: Record | None = None,
+    *,
+    is_exact: bool = False,
+    rounds: bool = True,
+    why: str = "",
+) -> Proof:
+    """Compare the steps of two jobs, and what they saved at the end.
+
+    Args:
+        old: the old job.
+        new: the new one.
+        spread: the old one once more, disturbed by rounding or as it was. None: the bits have to be equal.
+        is_exact: see `compare`.
+        rounds: the new job rounds otherwise.
+        why: reason for which rounding can hide anything.
+    """
+    from titan.numerics.diff.saved import compare_steps
+
+    third, third_saved = (spread.recorded, spread.saved) if spread else ((), None)
+    steps, findings = [], list[str]()
+    for a, b in zip(old.recorded, new.recorded, strict=False):
+        found = compare([a], [b], third, exact=is_exact)
+        first = str(found.differences[0]) if found.differences else ""
+        verdict = DIFFERS if first else ROUNDED if found.worst else EQUAL
+        steps.append(StepProof(a.step, a.loss, b.loss, verdict, found.worst, first))
+    verdicts = [step.verdict for step in steps] or [DIFFERS]
+    if old.saved is not None and new.saved is not None:
+        saved = compare_steps(new.saved, old.saved, third_saved, rounds=rounds)
+        texts = (f"saved: {text}" for text in (*saved.other, *saved.wrong))
+        findings = [text.replace("when computed again", "in the old job") for text in texts]
+        verdicts.append(DIFFERS if findings else EQUAL if saved.equal_bits else ROUNDED)
+    verdict = max(verdicts, key=VERDICTS.index)
+    whole = compare(old.recorded, new.recorded, third, exact=is_exact)
+    both = [run.recorded[0].computes_in for run in (old, new) if run.recorded]
+    wide = [
+        f"{limit:.0%} of {kind}s"
+        for kind, limit in whole.limits.items()
+        if limit > TABLES["limits"].get(kind, math.inf)
+        and (kind != "update" or {*both} != {"float32"})
+    ]
+    hides = f"rounding may hide {', '.join(wide)}" if wide else ""
+    unclear = (why or hides) if verdict == ROUNDED else ""
+    return Proof(
+        verdict,
+        " (old) and ".join(both) + " (new)",
+        whole.compared,
+        whole.left_out,
+        whole.limits,
+        steps,
+        findings,
+        unclear,
+    )
+
+
+def verdict_of(proofs: Mapping[str, Proof], what: str) -> str:
+    """Return the result for whoever signs it, in a line.
+
+    Args:
+        proofs: of the jobs as they are, perhaps in float32, and of the first step in the new folder, by their names.
+        what: what was compared, in words.
+    """
+    for name, proof in proofs.items():
+        if proof.verdict == DIFFERS:
+            return f"REFUSED: {name}{proof.first.splitlines()[0]}"
+    first = proofs[AS_THEY_ARE]
+    decides = proofs.get(FLOAT32, first)
+    if decides.unclear:
+        return f"CANNOT BE TOLD: {decides.unclear}"
+    worst = max(step.worst for step in decides.steps)
+    how = f" (largest difference: {worst:.0%} of the bound)" if worst else ""
+    if first.unclear:
+        what += f"; float32 decides, since in {first.precision} {first.unclear}"
+    return f"PASS: {decides.verdict}{how} in {what}; so is the first step in the new folder"

@@ -35,11 +35,13 @@ class Handover:
         target: the new run folder.
         plan: identity of the command.
         work: folder beside it.
+        run: the new run folder, until it has its name.
     """
 
     def __init__(self, target: Path, plan: str) -> None:
         self.target, self.plan = target, plan
         self.work = target.with_name(f"{target.name}.swap-{plan}")
+        self.run = self.work / "run"
 
     def begin(self, newest: int) -> int | None:
         """Make the work folder, and delete those of other plans.
@@ -63,7 +65,7 @@ class Handover:
         if self.target.exists() and any(self.target.iterdir()):
             raise InputError(f"job.dump_folder: {self.target} exists; name a new folder")
         self.work.mkdir(parents=True, exist_ok=True)
-        return next((int(path.name[5:]) for path in self.work.glob("run/**/step-*")), newest)
+        return next((int(path.name[5:]) for path in self.run.glob("**/step-*")), newest)
 
     def job(self, name: str, text: str) -> str:
         """Write a file of keys into the work folder. Return its name."""
@@ -115,8 +117,8 @@ class Handover:
         """
         swaps = {"plan": self.plan, "swaps": [*lineage(run)["swaps"], swap]}
         text = json.dumps(swaps, indent=2) + "\n"
-        write_text_atomically(self.work / "run" / LINEAGE, text)
-        LocalStorage().rename(self.work / "run", self.target)
+        write_text_atomically(self.run / LINEAGE, text)
+        LocalStorage().rename(self.run, self.target)
         shutil.rmtree(self.work)
 
 
