@@ -252,10 +252,11 @@ def _audit_elsewhere(run: Path, folder: Path, code: int, *keys: str) -> Audit:
         ("lr", 1.0, "the learning rate of step 5"),
         ("loss_mean", 7.0, "the loss_mean of step 5"),
         ("num_skipped", 1, "the num_skipped of step 5"),
+        ("loss", None, ""),
     ],
 )
 def test_the_first_column_that_differs_is_named_or_its_row_if_all_that_follows_is_equal(
-    column: str, value: float, guilty: str, tmp_path: Path
+    column: str, value: float | None, guilty: str, tmp_path: Path
 ) -> None:
     run = _run(tmp_path / "run")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -116,6 +116,10 @@ def test_a_change_of_what_is_learned_has_to_be_named(
         assert swap(words) == 2
         named = words.strip("-").replace("to=phase.toml", "phase").partition("=")[0]
         assert named.replace("local_batch", "global_batch") in capsys.readouterr().err
+    # What would be saved elsewhere is not in the folder that is handed over.
+    text = Path("new.toml").read_text().replace('folder = "checkpoint"', 'folder = "../other"')
+    Path("phase.toml").write_text(text)
+    assert swap("--to=phase.toml") == 2 and "below its run folder" in capsys.readouterr().err
     assert swap("--optimizer.lr=1e-3", "--changes=optimizer") == 0
     assert trained == [*BOTH, FOLDER]  # equal bits, as all else is the same
 

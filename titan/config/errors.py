@@ -175,15 +175,20 @@ def _foreign_words() -> dict[str, str]:
     return {word: hint for hint, words in hints.items() for word in words}
 
 
-def foreign(word: str) -> str:
+def foreign(word: str, options: Iterable[str] = ()) -> str:
     """Return a hint to append to a message, if other frameworks have this key or option: what titan has in its place, or nothing.
 
     Args:
         word: the key, or the option with its dashes.
+        options: of the command. Some words stand for one of these.
     """
     name = word.lstrip("-").lower().replace("-", "_")
     known = _foreign_words()
-    hint = known.get(name) or (word.startswith("-") and known.get(f"--{name}"))
+    hint = known.get(name, "")
+    if not hint and word.startswith("-"):
+        hint = known.get(f"--{name}", "")
+        named = re.findall(r"--[a-z-]+", hint)
+        hint = hint if not named or {*named} & {*options} else ""
     return f"; {hint}" if hint else ""
 
 

@@ -359,7 +359,7 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
     if counts and f"--{name.replace('_', '-')}" in _RANKS:
         of_node = "--gpus-per-node"  # beside --nodes
         return f"; here {of_node if of_node in options else counts[0]} says how many ranks there are"
-    return foreign(option) or did_you_mean(option, options)
+    return foreign(option, options) or did_you_mean(option, options)
 
 
 def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:

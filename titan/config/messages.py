@@ -178,7 +178,9 @@ def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
         what = "unknown section" if is_table else "key outside any section"
         hint = foreign(name) or (did_you_mean(name, here) if is_table else "")
     else:
-        what, hint = "unknown key", foreign(name) or did_you_mean(name, here, cutoff=0.75)
+        what, hint, near = "unknown key", foreign(name), did_you_mean(name, here, cutoff=0.75)
+        # A key of this section is likelier than one of another.
+        hint = near if f"{path[0]}." not in hint and near else hint
     if not hint and 0 < len(elsewhere) <= 3:
         hint = f"; did you mean {' or '.join(f'[{section}] {name}' for section in elsewhere)}?"
     if not hint and len(path) > 1:

@@ -94,7 +94,8 @@ class CommandParser(argparse.ArgumentParser):
             text = f"{missing}: missing; `{self.prog} --help` explains"
         if unknown := text.partition("unrecognized arguments: ")[2]:
             key = unknown.split()[0]
-            hint = foreign(key) or did_you_mean(key, [*self._option_string_actions])
+            options = [*self._option_string_actions]
+            hint = foreign(key, options) or did_you_mean(key, options)
             text = f"unknown{hint}"
         raise mistake(key, text)
 

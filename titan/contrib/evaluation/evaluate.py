@@ -112,7 +112,8 @@ def parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     args, overrides = parser.parse_known_args(argv)
     for word in overrides:
         if "." not in word.partition("=")[0] or not word.startswith("--"):
-            hint = foreign(word) or did_you_mean(word, known_options(parser))
+            known = known_options(parser)
+            hint = foreign(word, known) or did_you_mean(word, known)
             raise mistake(word, f"unknown option{hint}")
     return args, [override.removeprefix("--") for override in overrides]
 

@@ -262,7 +262,7 @@ def _compare_rows(
         right["loss_mean"] = [fmean(losses)] if is_known else []
         for column in {**_COLUMNS, **mine}:
             a, b = mine.get(column, []), right.get(column, [])
-            if _is_clock(column) or None in (*a, *b) or not a or not b:
+            if _is_clock(column) or None in b or not b or not (a or column in _COLUMNS):
                 continue  # not measured in that step
             if not (away := apart(a, b)):
                 continue

@@ -171,7 +171,13 @@ def _require_named(
         if not any(f"{key}.".startswith(f"{name}.") for name in named):
             wrong[key] = f"{values} {fix} {key}"
     section = new.checkpoint
-    if section.why_unsaved or "://" in section.folder or Path(section.folder).is_absolute():
+    path = Path(section.folder)
+    if (
+        section.why_unsaved
+        or "://" in section.folder
+        or path.is_absolute()
+        or ".." in path.parts
+    ):
         wrong["checkpoint.folder"] = "the new job has to save in a folder below its run folder"
     if wrong:
         raise ConfigError(new.source_map.problem(*each) for each in wrong.items())
