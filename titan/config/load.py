@@ -347,7 +347,7 @@ _RANKS = (
 
 
 def _option_hint(option: str, options: Sequence[str]) -> str:
-    name = option.lstrip("-")
+    name = option.lstrip("-").replace("-", "_")
     if sections := sections_with(name):
         return f"; did you mean {' or '.join(f'--{section}.{name}' for section in sections)}?"
     if name == "phase":
@@ -356,7 +356,7 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
         return f"; did you mean --{name}.KEY=VALUE?"
     # One command starts the ranks. The others need only their number.
     counts = [other for other in options if other in _RANKS]
-    if counts and f"--{name.replace('_', '-')}" in _RANKS:
+    if counts and option.replace("_", "-") in _RANKS:
         of_node = "--gpus-per-node"  # beside --nodes
         return f"; here {of_node if of_node in options else counts[0]} says how many ranks there are"
     return foreign(option, options) or did_you_mean(option, options)
