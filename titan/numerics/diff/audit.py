@@ -107,6 +107,7 @@ class Audit:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
     options, keys = parser_of("audit").parse_known_args(argv)
+    keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
     if not put_json(asdict(found), options.json):
         print("\n".join(found.lines()))
@@ -206,7 +207,7 @@ def _compare(found: Audit, original: Record, first: Record, again: Record | None
     from titan.numerics.diff.saved import SavedStep, compare_steps
 
     saved, follows = SavedStep(), wrong_row < max(first.rows)
-    if original.saved is not None and first.saved is not None:
+    if original.saved and first.saved:
         third = again.saved if again else None
         saved = compare_steps(original.saved, first.saved, third, rounds=not found.is_same)
         follows = True

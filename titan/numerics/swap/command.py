@@ -163,21 +163,15 @@ def _require_named(
     Raises:
         ConfigError: one is not named, or the new job could not go on.
     """
-    fix = (
-        "changes what is learned or measured: set it back, or, if that is meant, add --changes"
-    )
     wrong = {}
     for key, _, values in (line.partition(": ") for line in change_lines(changes)):
         if not any(f"{key}.".startswith(f"{name}.") for name in named):
-            wrong[key] = f"{values} {fix} {key}"
+            wrong[key] = (
+                f"{values} changes what is learned or measured: set it back, or, if that is meant, add --changes {key}"
+            )
     section = new.checkpoint
-    path = Path(section.folder)
-    if (
-        section.why_unsaved
-        or "://" in section.folder
-        or path.is_absolute()
-        or ".." in path.parts
-    ):
+    outside = {"/", ".."} & {*Path(section.folder).parts}
+    if section.why_unsaved or "://" in section.folder or outside:
         wrong["checkpoint.folder"] = "the new job has to save in a folder below its run folder"
     if wrong:
         raise ConfigError(new.source_map.problem(*each) for each in wrong.items())
