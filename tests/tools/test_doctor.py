@@ -88,7 +88,7 @@ CASES = {
     "a data source that does not answer": Case(
         "stuck_loader",
         "hang_in_data",
-        r"rank 1 on \S+ never entered all_reduce .*; it was in wait \(titan/data/loader\.py:\d+, in __next__\) for \d+ s; rank 0 waits",
+        r"rank 1 on \S+ never entered all_reduce .*; it was in __next__ \(titan/data/loader\.py:\d+, in __next__\) for \d+ s; rank 0 waits",
     ),
     "a stopped process": Case(
         "stopped",
