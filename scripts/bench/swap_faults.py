@@ -41,13 +41,26 @@ BASE: dict[str, Any] = {
 }
 HALVES = ("--training.local_batch_size=1",)
 SETTINGS = (
-    "checkpoint.exclude_from_loading=optimizer", "checkpoint.load_step=10", "checkpoint.load_only=true",
-    "checkpoint.last_save_model_only=true", "lr_scheduler.decay_ratio=0.5", "lr_scheduler.total_steps=300",
-    "optimizer.state_dtype=bfloat16", "average.decay=0.5", "average.enable=false", "validation.dataset=stdlib",
-    "training.max_norm=1", "fault_tolerance.on_spike=skip", "fault_tolerance.on_nonfinite=skip",
-    "model.overrides.mtp_coeff=0.5", "optimizer.weight_decay=0.2", "debug.seed=1", "data.document_mask=true",
-    "training.global_batch_size=8", "phase",
-)  # fmt: skip
+    "checkpoint.exclude_from_loading=optimizer",
+    "checkpoint.load_step=10",
+    "checkpoint.load_only=true",
+    "checkpoint.last_save_model_only=true",
+    "lr_scheduler.decay_ratio=0.5",
+    "lr_scheduler.total_steps=300",
+    "optimizer.state_dtype=bfloat16",
+    "average.decay=0.5",
+    "average.enable=false",
+    "validation.dataset=stdlib",
+    "training.max_norm=1",
+    "fault_tolerance.on_spike=skip",
+    "fault_tolerance.on_nonfinite=skip",
+    "model.overrides.mtp_coeff=0.5",
+    "optimizer.weight_decay=0.2",
+    "debug.seed=1",
+    "data.document_mask=true",
+    "training.global_batch_size=8",
+    "phase",
+)
 EXPERTS: dict[str, Any] = {
     "model": {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 2}}
 }
@@ -55,10 +68,16 @@ DRAWING: dict[str, Any] = {
     "name": "transformers",
     "architecture": "Phi3ForCausalLM",
     "overrides": {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 512, "pad_token_id": 0, "resid_pdrop": 0.1,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "pad_token_id": 0,
+        "resid_pdrop": 0.1,
     },
-}  # fmt: skip
+}
 TP = ("--parallelism.tensor_parallel_degree=2",)
 FULL = ("--activation_checkpoint.mode=full",)
 RIGHT: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
@@ -73,14 +92,20 @@ RIGHT: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "bf16, halves": ({"training": {"mixed_precision_param": "bfloat16"}}, HALVES),
     "bf16, TP 2": ({"training": {"mixed_precision_param": "bfloat16"}}, (*TP, "--nproc=2")),
     "fp32 to bf16": ({}, ("--training.mixed_precision_param=bfloat16",)),
-    "bf16 averages off": ({"training": {"mixed_precision_param": "bfloat16"}, "average": {"enable": False}}, FULL),
+    "bf16 averages off": (
+        {"training": {"mixed_precision_param": "bfloat16"}, "average": {"enable": False}},
+        FULL,
+    ),
     "experts, halves": (EXPERTS, HALVES),
     "experts, EP 2": (EXPERTS, ("--parallelism.expert_parallel_degree=2", "--nproc=2")),
     "draws, halves": ({"model": DRAWING}, HALVES),
     "draws, FSDP 2": ({"model": DRAWING}, ("--nproc=2",)),
-    "draws, bf16, halves": ({"model": DRAWING, "training": {"mixed_precision_param": "bfloat16"}}, HALVES),
+    "draws, bf16, halves": (
+        {"model": DRAWING, "training": {"mixed_precision_param": "bfloat16"}},
+        HALVES,
+    ),
     "draws, same layout": ({"model": DRAWING}, ()),
-}  # fmt: skip
+}
 
 
 # ---- faults in code ------------------------------------------------------------------------------

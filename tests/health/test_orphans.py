@@ -55,11 +55,16 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def cases() -> list[object]:
     return [
-        pytest.param(name, number, id=f"{name}-{number.name}", marks=[pytest.mark.slow] * (name not in CHEAP))
+        pytest.param(
+            name,
+            number,
+            id=f"{name}-{number.name}",
+            marks=[pytest.mark.slow] * (name not in CHEAP),
+        )
         for name in COMMANDS
         for number in SIGNALS
         if number == signal.SIGKILL or name not in GRACEFUL
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("name", "number"), cases())

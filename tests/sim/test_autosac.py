@@ -101,7 +101,7 @@ def comparable(events: list[Event]) -> list[Any]:
     ]
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "layouts")  # fmt: skip
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "layouts")
 
 
 @pytest.mark.parametrize("name", in_turn(LAYOUTS, slow=["FSDP2, TP", "Interleaved1F1B", "CP"]))

@@ -68,7 +68,7 @@ def result() -> list[str]:
 
 
 def _write(**sections: Any) -> None:
-    """Train the old job anew, with other sections, and write the new job."""
+    """Train the old job again with other sections, and write the new job."""
     shutil.rmtree("old")
     _train(job("old", **SECTIONS | sections))
     Path("new.toml").write_text(to_toml(job("new", **SECTIONS | sections)))
@@ -116,7 +116,7 @@ def test_a_change_of_what_is_learned_has_to_be_named(
         assert swap(words) == 2
         named = words.strip("-").replace("to=phase.toml", "phase").partition("=")[0]
         assert named.replace("local_batch", "global_batch") in capsys.readouterr().err
-    # What would be saved elsewhere is not in the folder that is handed over.
+    # A checkpoint outside the run folder would be lost in the handover.
     text = Path("new.toml").read_text().replace('folder = "checkpoint"', 'folder = "../other"')
     Path("phase.toml").write_text(text)
     assert swap("--to=phase.toml") == 2 and "below its run folder" in capsys.readouterr().err

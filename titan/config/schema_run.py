@@ -418,8 +418,8 @@ class DebugSection(Section):
     """Seed of a disturbance of the recorded steps: outputs of modules change by one unit in the last
     place. The spread from the same run without it is what rounding does. 0: none."""
     draws: bool = True
-    """Let modules draw random numbers in training, as dropout does. false: they compute as in evaluation, so that
-    two layouts can be compared, whose ranks draw other numbers. `titan swap` sets it."""
+    """Random draws of modules in training, such as dropout. false: modules compute as in evaluation, so that two layouts, whose
+    ranks draw different numbers, can be compared. `titan swap` sets it."""
 
 
 class MoESection(Section):

@@ -36,7 +36,7 @@ _DECAYS = "the learning rate decays, so that prices in tokens are the least that
 
 @dataclass
 class PairReport:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
         unit: Unit of a loss.

@@ -420,9 +420,15 @@ def test_a_missing_or_unfit_template_says_what_to_set(
     [
         ("{{ " + "[" * 5000 + "]" * 5000 + " }}", "not valid Jinja: maximum recursion"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion"),
-        ("{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}", "0.2 s"),
+        (
+            "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}",
+            "0.2 s",
+        ),
         ("{% set x = [range(99999) | list] * 9999 %}{{ x | map('sum') | list }}", "0.2 s"),
-        ("{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "99 MiB"),
+        (
+            "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "99 MiB",
+        ),
         ("{{ 'a' * 10**10 }}", r"\\* makes"),
         ("{{ 9 ** 999999999 }}", r"\\*\\* makes"),
         ("{{ 'a' | center(10**10) }}", "a number is"),
@@ -433,7 +439,7 @@ def test_a_missing_or_unfit_template_says_what_to_set(
         ("{% set x = 'a' * 99999 %}{{ x | replace('a', x) }}", "replace makes"),
         ("{% set x = 'a' * 99999 %}{{ x.join(x) }}", "join makes"),
     ],
-)  # fmt: skip
+)
 def test_a_template_of_a_stranger_takes_little(
     template: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

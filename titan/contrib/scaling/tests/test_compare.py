@@ -104,10 +104,13 @@ def write_run(folder: Path, seed: int, run: dict[str, Any]) -> None:
     if kind := run.get("kind"):
         (folder / "status.json").write_text(json.dumps({"state": "failed", "kind": kind}))
     losses = [
-        4 - run.get("falls", 0.2) * math.log(step) + 0.01 * seed
-        + run.get("gap", 0) * (1 + seed / 10) + run.get("wobble", 0) * (seed - 1)
+        4
+        - run.get("falls", 0.2) * math.log(step)
+        + 0.01 * seed
+        + run.get("gap", 0) * (1 + seed / 10)
+        + run.get("wobble", 0) * (seed - 1)
         for step in range(1, 1 + run.get("last", 40))
-    ]  # fmt: skip
+    ]
     rows, log = [], run.get("log", 2)
     for step in range(log, len(losses) + 1, log):
         row = {"step": step, "tokens": 64 * step, "loss_mean": fmean(losses[step - log : step])}
