@@ -3,7 +3,7 @@
 # TITAN_VENV names another folder than .venv, TITAN_CONSTRAINTS another file than constraints.txt (with another torch).
 
 prepare_environment() {
-  local extra=$1 venv=${TITAN_VENV:-.venv} constraints=${TITAN_CONSTRAINTS:-constraints.txt} lock base stamp sum began=$SECONDS
+  local extra=$1 venv=${TITAN_VENV:-.venv} constraints=${TITAN_CONSTRAINTS:-constraints.txt} lock base stamp sum torch began=$SECONDS
   PYTHON=$venv/bin/python
   lock=scripts/requirements-$extra.lock
   stamp=$venv/.titan-$extra
@@ -15,26 +15,32 @@ prepare_environment() {
   if [ ! -x "$PYTHON" ]; then
     base=$(find_python) || { echo "titan needs Python 3.10 to 3.13, with the venv module" >&2; return 1; }
     echo "environment: making $venv with $("$base" --version)"
-    "$base" -m venv "$venv"
+    if command -v uv > /dev/null; then
+      uv venv --quiet --seed --python "$base" "$venv"
+    else
+      "$base" -m venv "$venv"
+    fi
   fi
-  echo "environment: 1 of 3, the packages of $lock, checked against their hashes (one to three minutes, once)"
-  install --require-hashes --no-deps --requirement "$lock"
-  echo "environment: 2 of 3, torch (200 MB for CPUs, 3 GB with CUDA; the longest)"
-  if [ -t 1 ]; then # pip's own progress bar
-    "$PYTHON" -m pip install --disable-pip-version-check --constraint "$constraints" torch
-  else
-    install --constraint "$constraints" torch
-  fi
-  echo "environment: 3 of 3, titan itself, editable"
-  install --no-deps --no-build-isolation --editable .
+  echo "environment: 1 of 2, torch (200 MB for CPUs, 3 GB with CUDA) and the packages of $lock, at once"
+  install --no-deps --constraint "$constraints" torch & # its dependencies are in the lock file, but for CUDA's
+  torch=$!
+  install --require-hashes --no-deps --requirement "$lock" || { wait "$torch"; return 1; }
+  wait "$torch"
+  echo "environment: 2 of 2, titan itself, editable, and what of CUDA torch asks for"
+  install --constraint "$constraints" --no-build-isolation --editable .
   echo "$sum" > "$stamp"
   echo "environment: $venv is ready after $((SECONDS - began)) s; to use it: source $venv/bin/activate"
 }
 
-# pip, with a line for each file that it fetches and none for what is there already.
+# uv where it is installed, else pip. Modules are compiled when they are imported: few of them are.
 install() {
-  "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off "$@" |
-    { grep --line-buffered -oE '^ *(Downloading|Processing|Using cached) .*|^Installing collected' || true; }
+  if command -v uv > /dev/null; then
+    uv pip install --quiet --python "$PYTHON" "$@"
+  else
+    # A line for each file that is fetched, and none for what is there already.
+    "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off --no-compile "$@" |
+      { grep --line-buffered -oE '^ *(Downloading|Processing|Using cached) .*|^Installing collected' || true; }
+  fi
 }
 
 find_python() {

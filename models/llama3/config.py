@@ -10,6 +10,8 @@ FLAVORS: dict[str, LlamaConfig] = {
     "tiny": _llama(64, 8, 4, 2, 192, vocab_size=2048),
     # The demo's: learns from bytes on two CPU cores in two minutes.
     "demo": _llama(192, 4, 6, 2, 512, vocab_size=264, rope_theta=10_000.0),
+    # Writes whole words after a minute on two CPU cores, with a vocabulary of its text.
+    "1M": _llama(128, 2, 2, 1, 384, vocab_size=2048, rope_theta=10_000.0),
     "10M": _llama(320, 6, 5, 5, 896, vocab_size=2048, rope_theta=10_000.0),
     # TorchTitan v0.2.2's, which scales the frequencies of this one too
     "debugmodel": _llama(256, 6, 16, 16, 768, vocab_size=2048, rope_factor=8.0),

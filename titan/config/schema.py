@@ -242,6 +242,9 @@ class TextSource(DocumentOptions):
     type: Literal["text"] = "text"
     path: str
     """File, folder (searched for *.txt and *.md, also .gz and .zst) or glob."""
+    document_chars: NonNegative = 0
+    """Cut each file into documents of at most so many characters, after a line or a word, so that part of a single file can be
+    kept for validation. 0: a file is a document."""
 
 
 class JsonlSource(DocumentOptions):

@@ -56,16 +56,16 @@ _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeError, SyntaxError)
 Document = str | LongText
 
 
-def pieces(blocks: Iterable[str]) -> Iterator[str]:
-    """Yield the text of the blocks in pieces of at most PIECE_CHARS characters."""
+def pieces(blocks: Iterable[str], chars: int = PIECE_CHARS) -> Iterator[str]:
+    """Yield the text of the blocks in pieces of at most `chars` characters."""
     rest = ""
     for block in blocks:
         rest += block
         begin = 0
-        while len(rest) - begin > PIECE_CHARS:
-            end = begin + PIECE_CHARS
+        while len(rest) - begin > chars:
+            end = begin + chars
             # Candidates near the end only, so that pieces are nearly full.
-            for cut in _CUT.finditer(rest, end - _WINDOW, end + 1):
+            for cut in _CUT.finditer(rest, end - min(_WINDOW, chars // 2), end + 1):
                 end = cut.end()  # after the loop: the last good place in the window
             yield rest[begin:end]
             begin = end
@@ -111,7 +111,7 @@ def read_files(
     first: int = 0,
     group: int = 0,
     /,
-    **options: str,
+    **options: Any,
 ) -> Iterator[Document]:
     """Yield the documents of several files.
 
@@ -158,8 +158,22 @@ class _Metered(Unpacked):
         return count
 
 
-def _open(file: Path, meter: Meter) -> BinaryIO:
-    return io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)
+# Marks at the beginning of files as Windows saves them. The first of UTF-32 begins like one of UTF-16.
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+def _open(file: Path, meter: Meter) -> Any:
+    """Open a file of bytes. Text in UTF-16 or UTF-32 that begins with its mark is handed on in UTF-8."""
+    content = io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)
+    begin = content.peek(4)
+    for mark, name in _MARKS.items():
+        if begin.startswith(mark):
+            return codecs.EncodedFile(content, "utf-8", name)
+    return content
 
 
 def read_python(file: Path, meter: Meter) -> Iterator[str]:
@@ -169,8 +183,11 @@ def read_python(file: Path, meter: Meter) -> Iterator[str]:
     meter.here = file.stat().st_size
 
 
-def read_text(file: Path, meter: Meter) -> Iterator[Document]:
-    """Yield a text file as one document."""
+def read_text(file: Path, meter: Meter, chars: int = 0) -> Iterator[Document]:
+    """Yield a text file as one document, or as documents of at most `chars` characters."""
+    if chars:
+        yield from pieces(_decoded(file, meter), chars)
+        return
     reading = pieces(_decoded(file, meter))
     first = next(reading, "")
     # A long text is read a second time, which costs less than keeping text of any length in memory.

@@ -177,7 +177,10 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
     documents = open_documents(section)
     folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)
     shards = TokenShards(folder, split=options.split)
-    return _shard_samples(shards, options, key=key, name=documents.name)
+    samples = _shard_samples(shards, options, key=key, name=documents.name)
+    if documents.unread:
+        samples.unread = [*samples.unread, documents.name]
+    return samples
 
 
 def spec_of(section: s.Section, options: SampleOptions) -> TokenizationSpec:

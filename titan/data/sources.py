@@ -88,6 +88,8 @@ class Documents:
     argument has a place for each row group, and another file has one. None: reading can only begin at the start."""
     try_first: Callable[[], None] = lambda: None
     """Reads the first documents of the first files. Raises DataError if they are not of the expected kind."""
+    unread: str = ""
+    """The files of the folder that nothing reads, which `name` counts."""
 
 
 def in_validation(document: Document, *, fraction: float) -> bool:
@@ -114,7 +116,8 @@ def open_documents(section: s.Section) -> Documents:
     if isinstance(section, s.TextSource):
         found = files.find_files(section.path, endings=files.TEXT)
         _require_text(found[0])
-        return _from_files("text", *found, read_text)
+        chars = {"chars": section.document_chars} if section.document_chars else {}
+        return _from_files("text", *found, read_text, **chars)
     if isinstance(section, s.CsvSource):
         found = files.find_files(section.path, endings=files.CSV)
         documents = _from_files("csv", *found, read_csv, key=section.text_key)
@@ -161,7 +164,7 @@ def _require_text(found: list[Path]) -> None:
 
 
 def _from_files(
-    kind: str, found: list[Path], left_out: str, read: Reader, **options: str
+    kind: str, found: list[Path], left_out: str, read: Reader, **options: Any
 ) -> Documents:
     """Return the documents that `read` finds in the files. `left_out` is a remark of `find_files`."""
     # Path, size and time identify a file. A hash of the content would read all of the text.
@@ -193,6 +196,7 @@ def _from_files(
         place=lambda: (meter.file, meter.group),
         places=places,
         try_first=try_first,
+        unread=left_out,
     )
 
 
@@ -389,13 +393,13 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
     """
     if path == "stdlib":
         return s.StdlibSource()
-    found, _ = files.find_files(path, endings=(*files.TEXT, *_KINDS))
+    found, left_out = files.find_files(path, endings=(*files.TEXT, *_KINDS))
     endings = Counter(map(files.ending_of, found))
     kinds = {*map(_kind_of, found)}
     if len(kinds) > 1:
         counts = ", ".join(f"{n} {end or 'without ending'}" for end, n in endings.most_common())
         raise DataError(
-            f"'{path}' holds several kinds of files: {counts}; name those to read, as in "
+            f"'{path}' holds several kinds of files: {counts}{left_out}; name those to read, as in "
             f"'DIR/**/*{endings.most_common(1)[0][0]}'"
         )
     [kind] = kinds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from titan.config.plug_ins import load_part
 from titan.config.toml import format_value
 
 STARTER = "starter"
-_VOCABULARY = 4096
+# For text of at least so many bytes: ids of the vocabulary, the model's flavor, and steps.
+_RECIPES = ((100_000_000, 4096, "10M", 2000), (200_000, 2048, "1M", 300), (0, 512, "1M", 100))
+_LEARNT_BYTES = 100_000_000  # of a longer text, a vocabulary is learnt from so many
+_TRIED, _FEW = 1000, 100  # documents that are looked at, and too few to keep some for validation
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a job's keys by section; None removes a key."""
 
@@ -118,7 +122,7 @@ def init(argv: list[str]) -> int:
         "--vocab",
         type=positive,
         metavar="N",
-        help=f"with --text: ids of the tokenizer; default: {_VOCABULARY}",
+        help="with --text: ids of the tokenizer; default: 512 to 4,096, by the size of the text",
     )
     add(
         "--hf",
@@ -140,20 +144,56 @@ def init(argv: list[str]) -> int:
         model = changes["model"]
         changes["model"] = model | {key: model.get(key) for key in ("flavor", "overrides")}
         # The starter's rate is for a small model that begins from nothing.
-        changes["optimizer"] = {"lr": 2e-5}
+        changes["optimizer"] = {"name": "AdamW", "lr": 2e-5}
     if options.text:
-        from titan.data.sources import source_of_path  # imports numpy
-
-        source: Any = source_of_path(options.text, text_key="text")
-        path = source.model_dump().get("path")  # Python's library has none
-        changes["training"] = {"dataset": source.type, "dataset_path": path}
-        if not options.hf:
-            from . import tokenizer
-            from .prepare import open_all
-
-            folder = options.file.with_name(f"{options.file.stem}_tokenizer")
-            size = options.vocab or _VOCABULARY
-            tokenizer.train(open_all([source]), vocab_size=size, output=folder, exact=True)
-            print(f"wrote {folder}: a tokenizer of {size:,} ids, trained on {options.text}")
-            changes["tokenizer"] = {"path": str(folder)}
+        changes |= _for_text(options)
     return copy(STARTER, options.file, changes)
+
+
+def _for_text(options: Any) -> dict[str, dict[str, Any]]:
+    """Return keys that suit the text. Train a tokenizer on it, unless the model brings one."""
+    from titan.data.reading import PIECE_CHARS, pieces_of  # imports numpy
+    from titan.data.sources import in_validation, source_of_path
+
+    from . import tokenizer
+    from .prepare import open_all
+
+    source: Any = source_of_path(options.text, text_key="text")
+    documents = open_all([source])
+    num_bytes = documents.num_bytes or 0
+    print(f"{options.text}: {documents.name}, {num_bytes:,} bytes")
+    path = source.model_dump().get("path")  # Python's library has none
+    changes: dict[str, dict[str, Any]] = {
+        "training": {"dataset": source.type, "dataset_path": path}
+    }
+    if options.hf:
+        return changes
+    ids, flavor, steps = next(row for least, *row in _RECIPES if num_bytes >= least)
+    folder = options.file.with_name(f"{options.file.stem}_tokenizer")
+    size = tokenizer.train(
+        documents,
+        vocab_size=options.vocab or ids,
+        output=folder,
+        exact=bool(options.vocab),
+        every=1 + num_bytes // _LEARNT_BYTES,
+    )
+    print(f"wrote {folder}: a tokenizer of {size:,} ids, trained on {options.text}")
+    some = [*islice(documents.read(), _TRIED)]
+    if len(some) < _FEW and source.type == "text":
+        # Part of a few long files can be kept for validation if each is several documents.
+        chars = min(max(num_bytes // 400, 2000), PIECE_CHARS)
+        source = source.model_copy(update={"document_chars": chars})
+        some = [*islice(open_all([source]).read(), _TRIED)]
+        changes["training"] = {"dataset": None, "dataset_path": None}
+        changes["data"] = {"sources": [{"type": "text", "path": path, "document_chars": chars}]}
+    for share in (0.02, 0.05, 0.1):
+        if sum(in_validation(document, fraction=share) for document in some) >= 8:
+            begin = " ".join(next(pieces_of(some[0]))[:200].split()[:3])[:20]
+            prompt = "def " if source.type == "stdlib" else begin
+            changes["data"] = changes.get("data", {}) | {"validation_fraction": share}
+            changes["validation"] = {"enable": True, "prompts": [prompt]}
+            break
+    changes["training"]["steps"] = steps
+    changes["model"] = {"flavor": flavor}
+    changes["tokenizer"] = {"path": str(folder)}
+    return changes

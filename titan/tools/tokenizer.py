@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(documents: Documents, *, vocab_size: int, output: Path, exact: bool = False) -> int:
+def train(
+    documents: Documents, *, vocab_size: int, output: Path, exact: bool = False, every: int = 1
+) -> int:
     """Train a tokenizer. Write tokenizer.json and tokenizer_config.json.
 
     Args:
@@ -60,6 +63,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path, exact: bool = 
         vocab_size: number of ids to reach.
         output: folder of the files.
         exact: write nothing if the text has too few pairs to merge for the size.
+        every: learn from every so many pieces of the text.
 
     Returns:
         The number of ids.
@@ -94,11 +98,11 @@ def train(documents: Documents, *, vocab_size: int, output: Path, exact: bool = 
     )
     # Read pieces, so that a document of any size needs little memory.
     texts = (piece for document in documents.read() for piece in pieces_of(document))
-    tokenizer.train_from_iterator(texts, trainer=trainer)
+    tokenizer.train_from_iterator(islice(texts, 0, None, every), trainer=trainer)
     size = tokenizer.get_vocab_size()
     if exact and size < vocab_size:
         raise DataError(
-            f"{documents.name}: this text supports at most {size:,} tokens, not {vocab_size:,}; add text, or use titan init --vocab (titan tokenizer --vocab-size) with fewer"
+            f"{documents.name}: this text supports at most {size:,} tokens, not {vocab_size:,}; add text, or ask for fewer"
         )
     output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(file))

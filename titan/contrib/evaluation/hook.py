@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from titan.base.untrusted import printable
 from titan.observe.clock import Window
 from titan.observe.rows import Row
 from titan.optim.averaged import averaged
@@ -87,4 +88,8 @@ def continue_prompts(run: RunProgress) -> dict[str, str]:
     """Return the continuations of the prompts of [validation], by their prompts."""
     section: Any = run.config.validation
     hook = run.hook(Evaluation) if section.prompts else None
-    return hook.scorer.continue_prompts(section) if hook else {}
+    texts = hook.scorer.continue_prompts(section) if hook else {}
+    for prompt, text in texts.items():
+        lines = (f"\n  | {printable(line, 160)}" for line in (prompt + text).split("\n"))
+        run.console.message(f"step {run.step:,}  writes{''.join(lines)}")
+    return texts
