@@ -105,11 +105,7 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
         if not found:
             kinds = " or ".join(f"*{ending}" for ending in endings)
             raise DataError(f"no {kinds} in folder '{path}'{_hint(others, path)}")
-        listed = [
-            f"{n:,} {f'*{end}' if end else 'without ending'}" for end, n in others.most_common()
-        ]
-        rest = f" and {len(listed) - 3} more kinds" if len(listed) > 3 else ""
-        return sorted(found), f", left out: {', '.join(listed[:3])}{rest}" if listed else ""
+        return sorted(found), f", left out: {counted(others)}" if others else ""
     files = [where] if where.is_file() else _matches(where)
     if not files:
         raise DataError(
@@ -121,6 +117,13 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
                 f"{file}: *{file.suffix} is not read; unpack it or convert it to text, JSON Lines, CSV or Parquet (*.gz and *.zst are read)"
             )
     return files, ""
+
+
+def counted(endings: Counter[str]) -> str:
+    """Return how many files have each ending: "54 *.md, 2 without ending"."""
+    return ", ".join(
+        f"{n:,} {f'*{end}' if end else 'without ending'}" for end, n in endings.most_common()
+    )
 
 
 def _matches(pattern: Path) -> list[Path]:

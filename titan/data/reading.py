@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from titan.base.untrusted import Unpacked
 from titan.data import DataError, require
@@ -276,7 +276,7 @@ def read_row(line: bytes, *, where: str) -> Any:
 def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
     """Yield the text of column `key` in each row. The first row names the columns.
 
-    Values are quoted as in RFC 4180. They are separated by commas or, if the first row has no comma, by semicolons or tabs.
+    Values are quoted as in RFC 4180. They are separated by commas or, if the first row has no comma, by semicolons, tabs or bars.
     """
     csv.field_size_limit(_MAX_LINE_BYTES)  # Python's own is 128 KiB
     lines = _lines(_decoded(file, meter), file)
@@ -284,7 +284,7 @@ def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
     separator = next(
         (
             c
-            for c in ("\t" if ".tsv" in ending_of(file) else "", ",", ";", "\t")
+            for c in ("\t" if ".tsv" in ending_of(file) else "", ",", ";", "\t", "|")
             if c and c in first
         ),
         ",",
@@ -295,10 +295,6 @@ def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
         if len({*header}) < len(header):
             raise DataError(
                 f"{file}:1: two columns have one name; the first row must name them: {', '.join(header)[:200]}"
-            )
-        if len(header) == 1 and "|" in header[0]:
-            raise DataError(
-                f"{file}:1: its values seem to be separated by '|'; separate them by commas, semicolons or tabs"
             )
         for row in rows:
             where = f"{file}:{rows.line_num}"

@@ -397,9 +397,8 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
     endings = Counter(map(files.ending_of, found))
     kinds = {*map(_kind_of, found)}
     if len(kinds) > 1:
-        counts = ", ".join(f"{n} {end or 'without ending'}" for end, n in endings.most_common())
         raise DataError(
-            f"'{path}' holds several kinds of files: {counts}{left_out}; name those to read, as in "
+            f"'{path}' holds several kinds of files: {files.counted(endings)}{left_out}; name those to read, as in "
             f"'DIR/**/*{endings.most_common(1)[0][0]}'"
         )
     [kind] = kinds

@@ -235,9 +235,6 @@ class ContextParallelAttention(nn.Module):
         k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
         return mask.attend(q_BHSK, k_BGTK, v_BGTK, **options)
 
-    def extra_repr(self) -> str:
-        return f"method={self.method}, {self.part.size} ranks, balanced={self.part.balanced}"
-
     def _ulysses(
         self,
         q_BHSK: Tensor,

@@ -21,7 +21,8 @@ STARTER = "starter"
 # For text of at least so many bytes: ids of the vocabulary, the model's flavor, and steps.
 _RECIPES = ((100_000_000, 4096, "10M", 2000), (200_000, 2048, "1M", 300), (0, 512, "1M", 100))
 _LEARNT_BYTES = 100_000_000  # of a longer text, a vocabulary is learnt from so many
-_TRIED, _FEW = 1000, 100  # documents that are looked at, and too few to keep some for validation
+# Documents that are looked at, too few to keep some for validation, and those to keep at least.
+_TRIED, _FEW, _KEPT = 1000, 100, 8
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a job's keys by section; None removes a key."""
 
@@ -161,7 +162,6 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     source: Any = source_of_path(options.text, text_key="text")
     documents = open_all([source])
     num_bytes = documents.num_bytes or 0
-    print(f"{options.text}: {documents.name}, {num_bytes:,} bytes")
     path = source.model_dump().get("path")  # Python's library has none
     changes: dict[str, dict[str, Any]] = {
         "training": {"dataset": source.type, "dataset_path": path}
@@ -169,29 +169,29 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     if options.hf:
         return changes
     ids, flavor, steps = next(row for least, *row in _RECIPES if num_bytes >= least)
+    print(f"{documents.name}, {num_bytes:,} bytes: model {flavor}, {steps:,} steps")
     folder = options.file.with_name(f"{options.file.stem}_tokenizer")
-    size = tokenizer.train(
+    tokenizer.train(
         documents,
         vocab_size=options.vocab or ids,
         output=folder,
-        exact=bool(options.vocab),
         every=1 + num_bytes // _LEARNT_BYTES,
     )
-    print(f"wrote {folder}: a tokenizer of {size:,} ids, trained on {options.text}")
-    some = [*islice(documents.read(), _TRIED)]
+    some, data = [*islice(documents.read(), _TRIED)], {}
     if len(some) < _FEW and source.type == "text":
         # Part of a few long files can be kept for validation if each is several documents.
         chars = min(max(num_bytes // 400, 2000), PIECE_CHARS)
         source = source.model_copy(update={"document_chars": chars})
         some = [*islice(open_all([source]).read(), _TRIED)]
-        changes["training"] = {"dataset": None, "dataset_path": None}
-        changes["data"] = {"sources": [{"type": "text", "path": path, "document_chars": chars}]}
-    for share in (0.02, 0.05, 0.1):
-        if sum(in_validation(document, fraction=share) for document in some) >= 8:
+        data = {"sources": [{"type": "text", "path": path, "document_chars": chars}]}
+    for share in (0.02, 0.05, 0.1, 0.2):
+        if sum(in_validation(document, fraction=share) for document in some) >= _KEPT:
             begin = " ".join(next(pieces_of(some[0]))[:200].split()[:3])[:20]
-            prompt = "def " if source.type == "stdlib" else begin
-            changes["data"] = changes.get("data", {}) | {"validation_fraction": share}
+            prompt = "def __init__(self" if source.type == "stdlib" else begin
             changes["validation"] = {"enable": True, "prompts": [prompt]}
+            changes["data"] = data | {"validation_fraction": share}
+            if data:
+                changes["training"] = {"dataset": None, "dataset_path": None}
             break
     changes["training"]["steps"] = steps
     changes["model"] = {"flavor": flavor}

@@ -53,23 +53,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(
-    documents: Documents, *, vocab_size: int, output: Path, exact: bool = False, every: int = 1
-) -> int:
-    """Train a tokenizer. Write tokenizer.json and tokenizer_config.json.
+def train(documents: Documents, *, vocab_size: int, output: Path, every: int = 1) -> None:
+    """Train a tokenizer. Write tokenizer.json and tokenizer_config.json, and say how many ids it has.
 
     Args:
         documents: text to learn from.
         vocab_size: number of ids to reach.
         output: folder of the files.
-        exact: write nothing if the text has too few pairs to merge for the size.
         every: learn from every so many pieces of the text.
 
-    Returns:
-        The number of ids.
-
     Raises:
-        DataError: the size is too small, the output exists, or the text is too short.
+        DataError: the size is too small, or the output exists.
     """
     if vocab_size < _SMALLEST:
         raise DataError(
@@ -99,16 +93,17 @@ def train(
     # Read pieces, so that a document of any size needs little memory.
     texts = (piece for document in documents.read() for piece in pieces_of(document))
     tokenizer.train_from_iterator(islice(texts, 0, None, every), trainer=trainer)
-    size = tokenizer.get_vocab_size()
-    if exact and size < vocab_size:
-        raise DataError(
-            f"{documents.name}: this text supports at most {size:,} tokens, not {vocab_size:,}; add text, or ask for fewer"
-        )
     output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(file))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     (output / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return size
+    size = tokenizer.get_vocab_size()
+    short = (
+        f" (asked for {vocab_size:,}: the text has no more pairs to merge)"
+        if size < vocab_size
+        else ""
+    )
+    print(f"{file}: {size:,} ids{short}")
 
 
 def inspect(path: str, *, text: str) -> dict[str, Any]:
@@ -154,9 +149,5 @@ def main(argv: list[str]) -> int:
         return 0
     paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
     documents = open_all([source_of_path(path, text_key=arguments.text_key) for path in paths])
-    size = train(documents, vocab_size=wanted, output=output)
-    short = (
-        f" (asked for {wanted:,}: the text has no more pairs to merge)" if size < wanted else ""
-    )
-    print(f"{output / 'tokenizer.json'}: {size:,} ids{short}")
+    train(documents, vocab_size=wanted, output=output)
     return 0
