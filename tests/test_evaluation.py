@@ -229,7 +229,6 @@ def test_a_job_names_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[
     tasks = [["stdlib_choise"], ["stdlib_cloze", str(tmp_path / "stdlib_cloze.jsonl")]]
     file.write_text(
         "".join(f"[[evaluation]]\ntasks = {json.dumps(names)}\n" for names in tasks)
-        + "[validation]\nprompts = ['a']\n"
     )
     assert cli.main(["check", str(file)]) == 2
     *problems, count = capsys.readouterr().err.splitlines()
@@ -241,10 +240,7 @@ def test_a_job_names_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[
         problems[1]
         == f'{file}:4: evaluation[1].tasks: two tasks are named "stdlib_cloze"; rename a file'
     )
-    assert problems[2].startswith(
-        f"{file}:6: validation.prompts: has no effect: set validation.enable"
-    )
-    assert count == "3 problems"
+    assert count == "2 problems"
     assert cli.main(["evaluate", str(tmp_path), "--tasks", "stdlib_cloze,x/y.jsonl"]) == 2
     assert "x/y.jsonl: cannot be read: No such file" in capsys.readouterr().err
 

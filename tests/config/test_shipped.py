@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
@@ -29,9 +30,7 @@ def test_a_job_is_copied_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
-    assert (
-        load_config("job.toml").model.sizes == FLAVORS["demo"]
-    )  # "auto", of 258 bytes and marks
+    assert load_config("job.toml").model.sizes == replace(FLAVORS["1M"], vocab_size=264)
     assert load_config("job.toml").job.dump_folder == "outputs/job"
     assert main(["init", "it's mine.toml"]) == 0
     assert load_config("it's mine.toml").job.dump_folder == "outputs/first"
@@ -60,7 +59,6 @@ def test_two_commands_train_on_own_text(
     for words, expected in (
         (["none"], "no *.txt"),
         (["text.txt", "--vocab=99"], "99 is below 258"),
-        (["text.txt", "--vocab=99999"], "text (1 file): this text supports at most"),
     ):
         assert main([*init, *words]) == 2 and not Path("run.toml").exists()
         said = capsys.readouterr().err
@@ -78,6 +76,37 @@ def test_two_commands_train_on_own_text(
     assert main([*words[:2], "--tokenizer.path=x"]) == 2
     said = capsys.readouterr().err
     assert "tokenizer.path: tokenizer path 'x' does not exist" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(20_000, (512, "1M", 100)), (300_000, (2048, "1M", 300))]
+)
+def test_a_job_suits_the_size_of_its_text(
+    size: int,
+    expected: tuple[int, str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (folder := tmp_path / "text").mkdir()
+    words = "".join(
+        file.read_text() for file in sorted(Path(json.__file__).parents[1].glob("*.py"))
+    )
+    (folder / "book.txt").write_bytes(words.encode()[:size])
+    (folder / "paper.pdf").write_bytes(b"%PDF")
+    assert main(["init", "run.toml", "--text", "text"]) == 0
+    said = capsys.readouterr().out
+    job = load_config("run.toml")
+    assert (job.model.sizes.vocab_size, job.model.flavor, job.training.steps) == expected
+    assert "text (1 file, left out: 1 *.pdf)" in said
+    # Part of one long file is kept for validation; a short one is all trained on.
+    assert job.validation.enable == bool(job.data.validation_fraction) == (size > 200_000)
+    if job.validation.enable:
+        assert main(["train", "run.toml", "--training.steps=2", "--validation.steps=1"]) == 0
+        said = capsys.readouterr().out
+        assert "bits/byte" in said and f"  | {job.validation.prompts[0]}" in said
+        assert "text (1 file, left out: 1 *.pdf)" in said
 
 
 def test_a_job_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

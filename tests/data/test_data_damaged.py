@@ -43,7 +43,7 @@ def damage(folder: Path) -> dict[Path, str]:
     flipped = bytearray(packed)
     flipped[len(packed) // 2] ^= 0xFF
     contents: dict[str, tuple[bytes, str]] = {
-        "junk.jsonl.gz": (os.urandom(5000), ":1: cannot be read"),
+        "junk.jsonl.gz": (os.urandom(5000), ": cannot be read"),
         "cut.jsonl.gz": (packed[: len(packed) // 2], "cannot be read"),
         "flipped.jsonl.gz": (bytes(flipped), ""),
         "zeros.jsonl.gz": (gzip.compress(bytes(3 * 10**7), 1), "no text does"),

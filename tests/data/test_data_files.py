@@ -59,7 +59,7 @@ def test_a_folder_gives_its_visible_files_of_any_case_and_behind_links(folder: P
     texts = ["".join(reading.pieces_of(document)) for document in documents.read()]
     assert sorted(texts) == sorted(["a.txt", "B.TXT", "sub/c.Md", "far", "far", "packed"])
     assert documents.name == (
-        "text (6 files, left out: 2 *.bz2, 1 without ending, 1 *.pdf and 1 more kinds)"
+        "text (6 files, left out: 2 *.bz2, 1 without ending, 1 *.pdf, 1 *.csv)"
     )
 
 
@@ -87,10 +87,32 @@ def test_zstandard_of_a_long_window_says_how_to_pack_it_again(tmp_path: Path) ->
         read(s.TextSource(path=str(file)))
 
 
-def test_csv_of_another_separator_names_it(tmp_path: Path) -> None:
+def test_csv_of_another_separator(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id|text\n1|one, two\n")
-    with pytest.raises(DataError, match=r"a\.csv:1: .*separated by '\|'.*commas, semicolons"):
-        read(s.CsvSource(path=str(tmp_path / "a.csv")))
+    assert read(s.CsvSource(path=str(tmp_path / "a.csv"))) == ["one, two"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_text_with_a_mark_at_its_beginning_is_read(encoding: str, tmp_path: Path) -> None:
+    """As Windows saves it, packed or not, with the mark in front."""
+    lines = [f"€{n} 中\n" for n in range(60_000)]
+    table = '{"text": "' + '"}\n{"text": "'.join(line.strip() for line in lines) + '"}\n'
+    for name, content in (("a.txt.gz", "".join(lines)), ("a.jsonl", table)):
+        (file := tmp_path / name).write_bytes(packed(content.encode(encoding), name))
+        [*documents] = open_documents(source_of_path(str(file), text_key="text")).read()
+        pieces = [*map("".join, map(reading.pieces_of, documents))]
+        assert pieces == (
+            ["".join(lines)] if name == "a.txt.gz" else [x.strip() for x in lines]
+        )
+
+
+def test_a_long_file_is_several_documents(tmp_path: Path) -> None:
+    text = "".join(f"line {n} of a book\n" for n in range(5000))
+    (file := tmp_path / "book.txt").write_text(text)
+    whole, cut = (s.TextSource(path=str(file), document_chars=n) for n in (0, 2000))
+    documents = read(cut)
+    assert "".join(documents) == text and max(map(len, documents)) <= 2000
+    assert open_documents(whole).identity[1] == {} != open_documents(cut).identity[1]
 
 
 def test_zstandard_in_frames_and_damaged(tmp_path: Path) -> None:

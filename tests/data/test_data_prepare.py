@@ -311,7 +311,7 @@ def test_mistakes_on_the_command_line(
         (tmp_path / "books").mkdir(exist_ok=True)
         (tmp_path / "books" / name).write_text("{}")
     assert prepare(tmp_path / "out", tmp_path / "books") == 2
-    assert "several kinds of files: 2 .txt, 1 .json;" in capsys.readouterr().err
+    assert "several kinds of files: 2 *.txt, 1 *.json;" in capsys.readouterr().err
     assert prepare(tmp_path / "out", tmp_path, "--validation-fraction", "1.5") == 2
 
 

@@ -32,8 +32,6 @@ def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
             for key, value in wanted.items():
                 if value:
                     yield key, lacks
-    if job.validation.prompts and not job.validation.enable:
-        yield "validation.prompts", "has no effect: set validation.enable = true, or remove it"
     used: set[str] = set()
     for key, task, _ in _tasks(config):
         if (name := Path(task).stem) in used:
