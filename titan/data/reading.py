@@ -158,22 +158,14 @@ class _Metered(Unpacked):
         return count
 
 
-# Marks at the beginning of files as Windows saves them. The first of UTF-32 begins like one of UTF-16.
-_MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
-
-
 def _open(file: Path, meter: Meter) -> Any:
-    """Open a file of bytes. Text in UTF-16 or UTF-32 that begins with its mark is handed on in UTF-8."""
+    """Open a file of bytes. UTF-16 or UTF-32 that begins with its mark, as Windows saves it, is handed on in UTF-8."""
     content = io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)
-    begin = content.peek(4)
-    for mark, name in _MARKS.items():
-        if begin.startswith(mark):
-            return codecs.EncodedFile(content, "utf-8", name)
-    return content
+    begin = content.peek(4)[:4]
+    if begin[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return content
+    name = "utf-32" if begin == codecs.BOM_UTF32_LE else "utf-16"
+    return codecs.EncodedFile(content, "utf-8", name)
 
 
 def read_python(file: Path, meter: Meter) -> Iterator[str]:
@@ -281,14 +273,8 @@ def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
     csv.field_size_limit(_MAX_LINE_BYTES)  # Python's own is 128 KiB
     lines = _lines(_decoded(file, meter), file)
     first = next(lines, "")
-    separator = next(
-        (
-            c
-            for c in ("\t" if ".tsv" in ending_of(file) else "", ",", ";", "\t", "|")
-            if c and c in first
-        ),
-        ",",
-    )
+    separators = "\t,;|" if ".tsv" in ending_of(file) else ",;\t|"
+    separator = next((c for c in separators if c in first), ",")
     rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     try:
         header = next(rows, [])
