@@ -222,7 +222,9 @@ def test_a_path_on_the_command_line_means_its_kind(tmp_path: Path, corpus: Path)
 def test_a_path_of_several_kinds_is_refused_with_their_counts(tmp_path: Path) -> None:
     for name in ("a.json.gz", "b.txt", "c.txt", "d.md"):
         (tmp_path / name).touch()
-    counts = r"2 \*\.txt, 1 \*\.json\.gz, 1 \*\.md; name those to read, as in 'DIR/\*\*/\*\.txt'"
+    counts = (
+        r"2 \*\.txt, 1 \*\.json\.gz, 1 \*\.md; name those to read, as in 'DIR/\*\*/\*\.txt'"
+    )
     for path in (tmp_path, tmp_path / "*"):
         with pytest.raises(DataError, match=f"'{re.escape(str(path))}' holds .*{counts}"):
             source_of_path(str(path), text_key="text")
