@@ -48,7 +48,7 @@ _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _BLOCK_BYTES = 2**18  # bytes read at once
 _MAX_LINE_BYTES = 2**26  # longest line of JSON Lines
 # A longer line than the first number may have at most the second number of bytes outside of its texts.
-_LARGE_LINE_BYTES, _MAX_STRUCTURE_BYTES = 2**20, 2**20
+_LARGE_LINE_BYTES = _MAX_STRUCTURE_BYTES = 2**20
 _BATCH_BYTES = 2**23  # bytes of Parquet rows read at once
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeError, SyntaxError)
 
@@ -164,8 +164,8 @@ def _open(file: Path, meter: Meter) -> Any:
     begin = content.peek(4)[:4]
     if begin[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return content
-    name = "utf-32" if begin == codecs.BOM_UTF32_LE else "utf-16"
-    return codecs.EncodedFile(content, "utf-8", name)
+    is_long = begin == codecs.BOM_UTF32_LE
+    return codecs.EncodedFile(content, "utf-8", "utf-32" if is_long else "utf-16")
 
 
 def read_python(file: Path, meter: Meter) -> Iterator[str]:
