@@ -69,14 +69,12 @@ def run() -> None:
 
 
 def draw() -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure  # not pyplot: it would look for a display
 
     rows = {name: read_rows(OUT / name / "metrics.jsonl") for name in RUNS}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
+    figure = Figure(figsize=(11, 3.8))
+    left, right = figure.subplots(1, 2)
     for name, of_run in rows.items():
         style = {"color": STYLES[name], "label": LABELS[name]}
         left.plot(*column(of_run, "validation_loss"), marker="o", markersize=4, **style)
@@ -89,7 +87,8 @@ def draw() -> None:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     save(figure, "moe_curve.png")
-    figure, panels = plt.subplots(1, 2, figsize=(11, 2.6))
+    figure = Figure(figsize=(11, 2.6))
+    panels = figure.subplots(1, 2)
     for axes, name in zip(panels, ("balanced", "unbalanced"), strict=True):
         table = json.loads((OUT / name / "experts.json").read_text())
         ratios = [[n * len(loads) / sum(loads) for n in loads] for loads in table["loads"]]

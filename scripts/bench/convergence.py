@@ -164,53 +164,34 @@ def can_draw() -> bool:
     return found
 
 
-def draw(ours: list[float], theirs: list[float], picture: Path) -> None:
-    import matplotlib
+def draw(runs: dict[str, list[float]], picture: str) -> None:
+    """Draw the mean loss of all runs, and the largest difference to the first one, in each 20 steps."""
+    from matplotlib.figure import Figure  # not pyplot: it would look for a display
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
-    left.plot(theirs, color="tab:orange", linewidth=2.4, label="TorchTitan 0.2.2")
-    left.plot(ours, color="tab:blue", linewidth=0.8, label="titan")
-    left.set(xlabel="step", ylabel="loss, nats a token")
-    left.legend()
-    right.semilogy(differences(ours, theirs), linewidth=0.8)
-    right.set(xlabel="step", ylabel="difference over TorchTitan's loss")
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-
-
-def draw_layouts(runs: dict[str, list[float]], picture: Path) -> None:
-    """Draw the mean loss of all runs, and the largest difference to one process, in each 20 steps."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     window, floor = 20, 1e-8  # equal losses have no logarithm
-    steps = range(0, len(runs[ONE]), window)
+    first = next(iter(runs))
+    steps = range(0, len(runs[first]), window)
     for number, (name, values) in enumerate(runs.items()):
-        color = "black" if name == ONE else f"C{number - 1}"
+        color = "black" if name == first else f"C{number - 1}"
         means = [statistics.fmean(values[step : step + window]) for step in steps]
         # Thick lines first, so that each shows a rim where all are on one another.
         width = 0.8 + 1.2 * (len(runs) - 1 - number)
         left.plot([*steps], means, color=color, linewidth=width, label=name)
-        if name != ONE:
-            apart = differences(values, runs[ONE])
+        if name != first:
+            apart = differences(values, runs[first])
             most = [max(floor, *apart[step : step + window]) for step in steps]
             right.semilogy([*steps], most, color=color, linewidth=1.2, label=name)
     left.set(xlabel="step", ylabel=f"loss, nats a token, mean of {window} steps")
     right.set(
-        xlabel="step", ylabel=f"largest difference to {ONE}\nin {window} steps, over its loss"
+        xlabel="step", ylabel=f"largest difference to {first}\nin {window} steps, over its loss"
     )
     left.legend()
     right.legend(loc="center right", bbox_to_anchor=(1, 0.5))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
+    figure.savefig(PICTURES / picture, dpi=110)
 
 
 # ---- running -----------------------------------------------------------------------------------
@@ -298,7 +279,7 @@ def compare_layouts(args: argparse.Namespace) -> None:
         cells = [*(f"{values[step - 1]:.5f}" for step in at), f"{most:.1e}" if most else "-"]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if can_draw():
-        draw_layouts(runs, args.picture or PICTURES / "layouts_loss.png")
+        draw(runs, "layouts_loss.png")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -316,7 +297,8 @@ def compare(args: argparse.Namespace) -> None:
     means = [statistics.fmean(of_run[-100:]) for of_run in (ours, theirs)]
     print(f"mean of the last 100: {means[0]:.5f} and {means[1]:.5f}", flush=True)
     if can_draw():
-        draw(ours, theirs, args.picture or PICTURES / "torchtitan_loss.png")
+        runs = {"TorchTitan 0.2.2": theirs, "titan": ours}
+        draw(runs, "torchtitan_loss.png")
 
 
 def main() -> None:
@@ -330,7 +312,6 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--folder", type=Path, help="default: in outputs/")
-    parser.add_argument("--picture", type=Path, help="default: in docs/pictures/")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:

@@ -72,10 +72,7 @@ def train(name: str, *, steps: int, folder: Path) -> list[dict[str, Any]]:
 
 def draw(runs: dict[str, list[dict[str, Any]]], *, output: Path) -> None:
     """Above: running means of the training losses. Below: each less that of bf16."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot: it would look for a display
 
     means = {
         name: list(
@@ -86,9 +83,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, output: Path) -> None:
         )
         for name, rows in runs.items()
     }
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(9, 7), height_ratios=(3, 2)
-    )
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for name, values in means.items():
         style: dict[str, Any] = {"label": name, "linewidth": 1.2}
         if name in PLAIN:
@@ -104,7 +100,6 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, output: Path) -> None:
     below.set(xlabel="step", ylabel="less that of bf16")
     for axes in (above, below):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
     figure.savefig(output, dpi=120)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.jobs import job
-from tests.support.layouts import BOUND, Layout, cp, differences, fsdp, pp, tp, train
+from tests.support.layouts import BOUND, Layout, cp, differences, each, fsdp, pp, tp, train
 from tests.support.ranks import Pool
 from titan.checks.rules import check
 from titan.config import plug_ins
@@ -74,13 +74,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.repeats else [])
-        for x in LAYOUTS
-    ],
-)
+@each(LAYOUTS, "{0.name}")
 def test_equals_one_process(layout: Layout, pool: Pool, installed: Path) -> None:
     reference = alone(pool)
     found = differences(pool.run(layout.ranks, train_it, layout), reference)

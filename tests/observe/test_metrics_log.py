@@ -67,6 +67,8 @@ def test_each_column_is_documented_and_shares_no_curve() -> None:
     assert not missing
     named = [column.curve for column in COLUMNS.values() if column.curve]
     assert len({*named}) == len(named)
+    page = (Path(__file__).parents[2] / "docs/operate.md").read_text(encoding="utf-8")
+    assert [curve for curve in named if f"`{curve}`" not in page] == []
 
 
 def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.support.layouts import (
     BOUND,
     Layout,
     differences,
+    each,
     fsdp,
     layouts_of,
     mesh_name,
@@ -47,17 +48,7 @@ BY_OP: Options = {"recompute": "selective"}
 LAYOUTS = layouts_of("experts")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(
-            layout,
-            id=f"{layout.name}-{layout.ranks}x{layout.accumulation}",
-            marks=[pytest.mark.slow] if layout.repeats else [],
-        )
-        for layout in LAYOUTS
-    ],
-)
+@each(LAYOUTS)
 def test_equals_one_process(layout: Layout, references, pool: Pool, moe_table) -> None:
     layout, moe_table.expected = with_terms(layout), len(LAYOUTS)
     results = pool.run(layout.ranks, train, layout)

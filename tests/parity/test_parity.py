@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.support import parity_page
@@ -12,6 +11,7 @@ from tests.support.layouts import (
     REPLICAS,
     Layout,
     differences,
+    each,
     fsdp,
     largest,
     mesh_name,
@@ -20,17 +20,7 @@ from tests.support.layouts import (
 from tests.support.ranks import Pool
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(
-            layout,
-            id=f"{layout.name}-{layout.ranks}x{layout.accumulation}",
-            marks=[pytest.mark.slow] if layout.repeats else [],
-        )
-        for layout in LAYOUTS
-    ],
-)
+@each(LAYOUTS)
 def test_equals_one_process(layout: Layout, references, pool: Pool, parity_table) -> None:
     reference = references.run(
         documents=layout.documents,

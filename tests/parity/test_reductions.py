@@ -16,6 +16,7 @@ from tests.support.layouts import (
     Layout,
     cp,
     differences,
+    each,
     fsdp,
     job_of,
     pp,
@@ -44,13 +45,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, id=layout.name, marks=[pytest.mark.slow] if layout.repeats else [])
-        for layout in LAYOUTS
-    ],
-)
+@each(LAYOUTS, "{0.name}")
 def test_equals_one_process(layout: Layout, references, pool: Pool) -> None:
     same = ("documents", "blocks", "model", "overrides", "optimizer")
     reference = references.run(**{key: getattr(layout, key) for key in same})

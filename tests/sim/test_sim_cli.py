@@ -133,28 +133,28 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium, to lay a page out")
-def test_a_timeline_of_few_rows_is_high_enough_to_read(tmp_path: Path) -> None:
-    """Also on a telephone, where labels take a line of their own."""
-    lane = ["compute", [[0, 9, "forward", "mm"], [9, 20, "backward", "mm"]]]
-    rank = {"rank": 0, "lanes": [lane] * 4, "memory": [], "reserved_gib": 1.0}
-    data = {"title": "x", "summary": "y", "facts": {"step_time_s": 0.02}, "categories": []}
-    template = (ROOT / "titan" / "sim" / "report" / "page.html").read_text()
+def test_a_timeline_of_few_rows_is_high_enough_to_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on a telephone. The page begins with four figures, which are the terminal's, and ends with tables."""
     page, frames = tmp_path / "page.html", tmp_path / "frames.html"
-    page.write_text(template.replace("/*DATA*/null", json.dumps(data | {"ranks": [rank]})))
+    assert sim("--world-size", "2", *ON, "--html", str(page)) == 0
+    printed = capsys.readouterr().out
     frame = '<iframe src="page.html" style="width: {}px; border: 0"></iframe>'
     measure = """
-    onload = () => document.title = [...document.querySelectorAll("iframe")].map(({ contentDocument: page }) =>
-      [page.documentElement.scrollWidth, page.getElementById("timeline").clientHeight]).join()"""
+    onload = () => document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(({ contentDocument: page }) =>
+      [page.documentElement.scrollWidth, page.getElementById("timeline").clientHeight, page.querySelector("h2").previousElementSibling.id,
+       [...page.querySelectorAll(".tiles b, section:nth-of-type(-n+3) td:nth-child(2)")].map(part => part.textContent.replace(" GiB", ""))]))"""
     body = "".join(map(frame.format, (390, 1200)))
     frames.write_text(f"{body}<script>{measure}</script>")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
     command += ["--allow-file-access-from-files", "--hide-scrollbars", frames.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    narrow, height, wide, high = map(
-        int, re.findall(r"<title>(.*)</title>", shown)[0].split(",")
-    )
-    assert (narrow, wide) == (390, 1200) and min(height, high) >= 300
+    pages = json.loads(re.findall(r"<title>(.*)</title>", shown)[0])
+    for width, (across, high, before, cells) in zip((390, 1200), pages, strict=True):
+        assert across == width and high >= 300 and before == "tiles"
+        assert len(cells) > 16 and [cell for cell in cells if cell not in printed] == []
 
 
 def test_memory_is_that_of_the_allocator_the_job_has(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -68,6 +69,19 @@ class Layout:
         for _, degree in self.degrees:
             ranks *= degree
         return ranks
+
+
+def each(
+    layouts: Iterable[Layout], name: str = "{0.name}-{0.ranks}x{0.accumulation}"
+) -> pytest.MarkDecorator:
+    """Return the decorator that runs a test on each layout. Those that repeat others are slow."""
+    return pytest.mark.parametrize(
+        "layout",
+        [
+            pytest.param(x, id=name.format(x), marks=[pytest.mark.slow] if x.repeats else [])
+            for x in layouts
+        ],
+    )
 
 
 def layouts_of(table: str) -> list[Layout]:

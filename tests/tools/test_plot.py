@@ -91,6 +91,7 @@ def test_curves_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert main(["plot", str(run), "--x", x]) == 0
         upper, lower = drawn[-1].axes
         own, mean, *marks = upper.lines
+        assert {own.get_marker(), lower.lines[0].get_marker()} == {"."}  # of five rows
         assert list(own.get_ydata()) == [9.0 / s for s in range(10, 60, 10)]
         assert list(mean.get_ydata()) == [10.0 / s for s in range(10, 60, 10)]
         assert [line.get_xdata()[0] for line in marks] == pytest.approx(starts)

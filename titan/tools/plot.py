@@ -196,16 +196,19 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     styles: dict[str, Style] = {}  # styles of the drawn lines, by their names in the legend
     for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
         line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours
+        # A few rows are dots: lines between them would look like a curve that nobody measured.
+        dash = "." if len(rows) < 10 else "-"
         for text, style, at, loss in loss_curves(rows, x):
             # The run's name belongs to the last curve, which is bold.
-            upper.plot(at, loss, **line, **style, label=name if style is BOLD else None)
+            label = name if style is BOLD else None
+            upper.plot(at, loss, dash, **line, **style, label=label)
             styles[text] = style
         at, validation = points(rows, x, "validation_loss")
         if at:
             label = f"{name}: validation (last {validation[-1]:.4f})"
             marker: Style = {"markersize": 6, "markeredgecolor": "white"}
             upper.plot(at, validation, "o", **line, **marker, label=label)
-        lower.plot(*points(rows, x, "tokens_per_s"), **line, linewidth=1.2)
+        lower.plot(*points(rows, x, "tokens_per_s"), dash, **line, linewidth=1.2)
         for axes, (_, keys) in zip(between, more, strict=True):
             for key, dash in zip(keys, cycle(("-", "--", ":", "-."))):
                 at, values = points(rows, x, key)

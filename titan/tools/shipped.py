@@ -20,9 +20,7 @@ from titan.config.toml import format_value
 STARTER = "starter"
 # For text of at least so many bytes: ids of the vocabulary, the model's flavor, and steps.
 _RECIPES = ((100_000_000, 4096, "10M", 2000), (200_000, 2048, "1M", 300), (0, 512, "1M", 100))
-_LEARNT_BYTES = 100_000_000  # of a longer text, a vocabulary is learnt from so many
-# Documents that are looked at, too few to keep some for validation, and those to keep at least.
-_TRIED, _FEW, _KEPT = 1000, 100, 8
+_TRIED = 1000  # documents that are looked at
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a job's keys by section; None removes a key."""
 
@@ -162,7 +160,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     source: Any = source_of_path(options.text, text_key="text")
     documents = open_all([source])
     num_bytes = documents.num_bytes or 0
-    path = source.model_dump().get("path")  # Python's library has none
+    path = getattr(source, "path", None)  # Python's library has none
     changes: dict[str, dict[str, Any]] = {
         "training": {"dataset": source.type, "dataset_path": path}
     }
@@ -175,17 +173,18 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
         documents,
         vocab_size=options.vocab or ids,
         output=folder,
-        every=1 + num_bytes // _LEARNT_BYTES,
+        every=1 + num_bytes // 100_000_000,
     )
     some, data = [*islice(documents.read(), _TRIED)], {}
-    if len(some) < _FEW and source.type == "text":
+    if len(some) < 100 and source.type == "text":
         # Part of a few long files can be kept for validation if each is several documents.
         chars = min(max(num_bytes // 400, 2000), PIECE_CHARS)
         source = source.model_copy(update={"document_chars": chars})
         some = [*islice(open_all([source]).read(), _TRIED)]
         data = {"sources": [{"type": "text", "path": path, "document_chars": chars}]}
     for share in (0.02, 0.05, 0.1, 0.2):
-        if sum(in_validation(document, fraction=share) for document in some) >= _KEPT:
+        # At least eight documents, or none.
+        if sum(in_validation(document, fraction=share) for document in some) > 7:
             begin = " ".join(next(pieces_of(some[0]))[:200].split()[:3])[:20]
             prompt = "def __init__(self" if source.type == "stdlib" else begin
             changes["validation"] = {"enable": True, "prompts": [prompt]}

@@ -43,24 +43,7 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hostile_texts(count: int, *, seed: int = 0) -> list[str]:
     dice = random.Random(seed)
-    pieces = [
-        *HOSTILE,
-        "a",
-        " ",
-        "/",
-        "=",
-        "--",
-        "\t",
-        "*",
-        "~",
-        "!",
-        "|",
-        ">",
-        "<",
-        "(",
-        ")",
-        "%",
-    ]
+    pieces = [*HOSTILE, "--", *"a /=\t*~!|><()%"]
     return [*HOSTILE, *("".join(dice.choices(pieces, k=3)) for _ in range(count))]
 
 
@@ -134,19 +117,21 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_container(tmp_path: Path) -> None:
-    command = [
-        "slurm",
-        JOB,
-        "--nodes=1",
-        "--gpus-per-node=1",
-        f"--job.dump_folder={tmp_path}/run",
-    ]
-    assert main([*command, "--container=a b.sqsh", "--mounts=/data:/data"]) == 0
-    arguments_in((tmp_path / "run" / "job.sbatch").read_text(), tmp_path)
+    """And a site's lines: behind the directives, of which they can be none, and before the settings, which win."""
+    site = tmp_path / "site.sh"
+    site.write_text(f"#SBATCH --nodes=7\nexport NCCL_DEBUG=INFO NPROC=9\nenv >{tmp_path}/said")
+    command = ["slurm", JOB, "--nodes=1", "--gpus-per-node=1", f"--setup={site}"]
+    command += [f"--job.dump_folder={tmp_path}/run", "--container=a b.sqsh"]
+    assert main([*command, "--mounts=/data:/data"]) == 0
+    script = (tmp_path / "run" / "job.sbatch").read_text()
+    arguments_in(script, tmp_path)
     words = (tmp_path / "words").read_text().split("\0")
     mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data"
     assert {"--container-image=a b.sqsh", mounts, f"--container-workdir={ROOT}"} <= set(words)
     assert words[words.index("titan.ops.cluster.node") - 2] == "python"
+    assert script.index("\ncd --") < script.index("#SBATCH --nodes=7")
+    assert "NCCL_DEBUG=INFO\n" in (tmp_path / "said").read_text()
+    assert "--nproc-per-node=1" in words
 
 
 @pytest.mark.parametrize("kind", ["description", "folder", "container"])
@@ -332,6 +317,7 @@ def test_ranks_are_counted_on_the_node(tmp_path: Path) -> None:
         (["--hardware=../../etc/passwd"], "hardware: no profile '../../etc/passwd'"),
         (["--training.step=5"], "training.step: "),
         (["--parallelism.tensor_parallel_degree=3"], "parallelism.tensor_parallel_degree: "),
+        (["--setup=none.sh"], "none.sh: cannot be read: No such file"),
         # What `titan check` looks for on this machine.
         (["--tokenizer.name=auto", "--tokenizer.path=none"], "tokenizer path 'none' does not"),
         (

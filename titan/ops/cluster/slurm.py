@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan.base.untrusted import read_bytes
 from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import parse_args
@@ -71,7 +72,7 @@ def _parse(
 ) -> tuple[Namespace, list[str]]:
     """Parse the command line. Return the command's options, and the files and overrides of the job."""
     more = "".join(f" {extension.usage}" for extension in extensions)
-    usage = f"[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight]{more} [--submit] [-- --qos=Q ...]"
+    usage = f"[--time T] [--partition P] [--account A] [--container IMAGE] [--setup FILE] [--preflight]{more} [--submit] [-- --qos=Q ...]"
     parser = command_parser(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
     )
@@ -120,6 +121,12 @@ def _parse(
     add("--account", metavar="A")
     add("--container", metavar="IMAGE", help="run in this image, through pyxis")
     add("--mounts", metavar="FROM:TO,...", help="folders of the container beside this one")
+    add(
+        "--setup",
+        type=Path,
+        metavar="FILE",
+        help="the site's lines of bash, such as module load and NCCL_*, to begin the script with",
+    )
     for extension in extensions:
         extension.add_options(parser)
     add("--submit", action="store_true", help="pass the script to sbatch")
@@ -127,8 +134,9 @@ def _parse(
     options, job = parser.parse_known_args(words[:end])
     options.sbatch += words[end + 1 :]
     if options.spare_nodes and not options.preflight:
-        fault = "is for --preflight, which names the nodes to leave out; add that"
-        raise mistake("--spare-nodes", fault)
+        raise mistake(
+            "--spare-nodes", "is for --preflight, which names the nodes to leave out; add that"
+        )
     if bool(options.nodes) == bool(options.world_size):
         raise mistake("--nodes", "give either --nodes or --world-size")
     # Without GPUs one rank uses the cores of a node.
@@ -136,8 +144,10 @@ def _parse(
     if options.world_size:
         options.nodes, left = divmod(options.world_size, ranks)
         if left:
-            fault = f"{options.world_size} is no multiple of {ranks} ranks a node; see --gpus-per-node"
-            raise mistake("--world-size", fault)
+            raise mistake(
+                "--world-size",
+                f"{options.world_size} is no multiple of {ranks} ranks a node; see --gpus-per-node",
+            )
     if options.max_restarts is None:
         options.max_restarts = 3 if options.nodes > 1 else 0
     return options, job
@@ -161,8 +171,10 @@ def main(argv: list[str] | None = None) -> int:
     def profile(config: JobConfig) -> Profile:
         name = "cpu" if device == "cpu" else options.hardware or config.hardware.name
         if name == "auto":
-            fault = 'parallelism.layout = "auto" needs the hardware of the cluster, such as h100-sxm'
-            raise mistake("--hardware", fault)
+            raise mistake(
+                "--hardware",
+                'parallelism.layout = "auto" needs the hardware of the cluster, such as h100-sxm',
+            )
         return auto.on_nodes(load_profile(name), ranks)
 
     if options.hardware:
@@ -231,6 +243,7 @@ def script(
 
     Raises:
         ConfigError: a value cannot be in a line of #SBATCH.
+        InputError: the file of --setup cannot be read.
     """
     _require_valid(options)
     folder = str(run_folder(config))
@@ -278,6 +291,8 @@ def script(
             "",
             "# Written by `titan slurm`.",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
+            # Behind a command, so that Slurm reads no #SBATCH in them; before settings, which win.
+            read_bytes(options.setup).decode() if options.setup else "",
             *(f"{key}={shlex.quote(str(value))}" for key, value in settings.items()),
             f"set -- {shlex.join(job)}",
             *(line for e in extensions for line in e.lines(options, config, folder)),

@@ -1,6 +1,6 @@
-"""A simulation as a self-contained page: use of the step's time, the timeline of every rank, memory over the step.
+"""A simulation as a self-contained page: four figures, the timeline of every rank, memory over the step, and tables.
 
-Figures are drawn by page.html's script from the data in the page. Intervals too short to be seen
+page.html's script draws all of it from the data in the page. Intervals too short to be seen
 are joined with their neighbours of the same colour, so that a page stays a few megabytes at any
 size of job.
 """
@@ -18,7 +18,12 @@ from titan.sim.replay.memory import tensors_behind
 from titan.sim.replay.timeline import Interval, lane_labels
 from titan.sim.simulate import GIB, Facts, StepSimulation
 
-from .text import page
+from .text import (
+    page,
+    price_rows,
+    speed_range,
+    time_rows,
+)
 
 _PIXELS = 6000  # parts of a step: a shorter interval is joined with the next
 
@@ -31,7 +36,10 @@ def write_page(simulation: StepSimulation, facts: Facts, path: Path) -> None:
     """
     data = {
         "title": f"{facts['model']} on {facts['world_size']} x {facts['hardware']}",
-        "summary": page(facts),
+        "speed": speed_range(facts, ""),
+        "time": time_rows(facts),
+        "prices": price_rows(facts["interval"]),
+        "text": page(facts),
         "facts": facts,
         "ranks": [_rank(simulation, rank) for rank in simulation.traces],
         "categories": CATEGORIES,

@@ -232,20 +232,25 @@ def _speed(facts: Facts) -> Iterator[str]:
         yield f"            {level}; most of its width is from {reason}"
 
 
-def _time(facts: Facts) -> Iterator[str]:
-    """Yield the parts of the step, which add up to it."""
-    time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
-    # Rows in the order of the page. Those that are too small are left out by `_bars`.
+def time_rows(facts: Facts) -> dict[str, float]:
+    """Return the parts of the step in seconds, which add up to it, in the order of the page."""
+    time = facts["time"]
     rows = {f"compute: {phase}": s for phase, s in time["by_phase_s"].items()}
-    for axis, transfers in comm["by_axis"].items():
+    for axis, transfers in facts["comm"]["by_axis"].items():
         rows[f"waiting for {axis.replace('+', ' x ')}"] = transfers["exposed_s"]
     rows["waiting for other stages"] = time["peers_s"]
     rows["waiting for copies"] = time["copies_s"]
     rows["waiting for the host"] = time["host_s"]
+    return rows
+
+
+def _time(facts: Facts) -> Iterator[str]:
+    """Yield the parts of the step, and the modules that compute the longest."""
+    time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
     yield "  where the time goes" + (
         "" if len(facts["per_rank"]) == 1 else " (mean over stages)"
     )
-    yield from _bars(rows, total=total, unit=duration)
+    yield from _bars(time_rows(facts), total=total, unit=duration)
     if time["host_s"] > _NOTABLE * total:
         yield f"    {_host_line(facts)}"
     hidden = {
@@ -266,16 +271,20 @@ def _time(facts: Facts) -> Iterator[str]:
     yield from _bars(_by_part(time["by_module_s"], most=8), total=total, unit=duration)
 
 
-def _rests_on(interval: Facts) -> Iterator[str]:
-    """Yield what the time of each class of work rests on."""
+def price_rows(interval: Facts) -> list[list[str]]:
+    """Return class of work, share of the step, published runs and source of its prices, the largest share first."""
     shares = {name: interval["shares"][name] for name in interval["rests_on"]}
     shown = sorted((n for n in shares if shares[n] > _SMALL), key=lambda n: -shares[n])
     runs = errors()["runs"]
-    rows = [
+    return [
         [name, f"{shares[name]:.1%}", f"{runs[name] or 'no'} runs", interval["rests_on"][name]]
         for name in shown
     ]
-    if rows:
+
+
+def _rests_on(interval: Facts) -> Iterator[str]:
+    """Yield what the time of each class of work rests on."""
+    if rows := price_rows(interval):
         yield "  how each part was priced, and the published runs that check it"
         yield from (f"    {line}" for line in columns(rows, left=(0, 3)))
 

@@ -12,7 +12,7 @@ const page = vm.createContext({ document, getComputedStyle: () => ({ getProperty
 vm.runInContext(script, page);
 const charts = byId.charts, canvas = all(charts, e => e.tag == "canvas")[0], log = all(charts, e => e.tag == "button")[0];
 const legends = all(charts, e => e.className == "legend").map(l => all(l, e => e.tag == "span").map(s => s.textContent || s.children[1]).join("|"));
-console.log(JSON.stringify({ strokes: calls.stroke, cells: calls.fillRect, dashes: calls.setLineDash, legend: legends[0] }));
+console.log(JSON.stringify({ strokes: calls.stroke, dots: calls.arc, cells: calls.fillRect, dashes: calls.setLineDash, legend: legends[0] }));
 labels = []; log.handlers.click(); console.log("log", JSON.stringify(labels.slice(0, 4)));
 canvas.handlers.pointerdown({ clientX: 100 }); canvas.handlers.pointerup({ clientX: 300 }); console.log("zoom", byId.zoom.textContent);
 canvas.handlers.pointermove({ clientX: 200, clientY: 5 }); console.log("tip", JSON.stringify(byId.tip.textContent));

@@ -328,6 +328,8 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
         in shown[0]
     )
     assert "dashes: restart, dotted: rewind" in shown[0] and json.loads(shown[0])["dashes"] > 0
+    # Curves of 3 and 9 rows are dots: three of the loss, one of the throughput.
+    assert json.loads(shown[0])["dots"] == 4 * (3 + 9)
     # Of two layers and two experts, the last one is damaged.
     assert json.loads(shown[0])["cells"] == 3
     assert shown[1].startswith("log [") and shown[2].startswith("zoom step ")
