@@ -42,6 +42,7 @@ from tests.support.drawn_layouts import (
 )
 from tests.support.golden_errors import NUM_LAYOUTS
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.config.errors import Problem
 from titan.config.layout import resolve_layout
 
@@ -152,22 +153,7 @@ def _pipeline_rules(case: Case) -> set[str]:
 
 # ---- what titan reports, by rule --------------------------------------------------------------------
 
-MESSAGES = {
-    "world": r"is not whole|but there are \d+ ranks",
-    "global batch": r"is not a multiple of local_batch_size",
-    "heads": r"does not divide the model's \d+ heads",
-    "kv heads": r"neither divides the model's",
-    "ffn": r"does not divide the model's ffn_dim",
-    "vocabulary": r"cannot share a vocabulary",
-    "length": r"is not a multiple of (2 x )?cp",
-    "balancer": r"block masks",
-    "ulysses": r"query heads of a rank",
-    "reshard": r"wrong gradients",
-    "microbatch size": r"pipeline_parallel_microbatch_size",
-    "tied": r"tied embeddings",
-    "microbatches": r"needs a microbatch|equal rounds",
-    "stages": r"on each rank:|shared evenly|are more than|has room for",
-}
+MESSAGES = table(__file__, "messages")
 
 
 def rule_of(problem: Problem) -> str:

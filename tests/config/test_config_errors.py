@@ -31,22 +31,7 @@ SAVED = json.loads(golden.SAVED.read_text())
 # At a misspelt option: each command has other options.
 _HINT = r"; did you mean '--[a-z-]+'\?"
 # One message of each kind: of the scanner, of types, names and ranges, of rules, of a layout, of an old key.
-PHRASES = {
-    "[training]\nsteps = ten\n": 'write steps = "ten"',
-    "[training]\nsteps = 1e3\n": "expected a whole number, got the number 1000.0; write 1000",
-    '[data]\nsources = ["stdlib"]\n': 'write {type = "stdlib"}',
-    "[training]\nstep = 10\n": "unknown key; did you mean 'steps'?",
-    "[model]\nlr = 1.0\n": "did you mean [optimizer] lr?",
-    "[optimizer]\nbeta2 = 1\n": "must be less than 1, got 1",
-    "[model.overrides]\nn_heads = 6\nn_kv_heads = 2\n": "use 4 or 8",
-    "[parallelism]\ntensor_parallel_degree = 3\n": "tensor_parallel_degree = 2 or 4, or 15 or 18 ranks",
-    "[fault_tolerance]\nenable = true\nreplica_id = 1\n": "must be below replica_groups = 1",
-    "[[phase]]\nfrom_step = 5\nseq_len = 64\n[[phase]]\nfrom_step = 4\nseq_len = 32\n": "does not begin after phase[0], whose first step is 5; put the tables in order",
-    "[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_rotate_method = 'ring'\n[data]\ndocument_mask = true\n[training]\nseq_len = 32768\n": 'makes masks of 16,384 x 16,384 for each block; use "allgather"',
-    "[[phase]]\nfrom_step = 5\nweights = [0.5]\n": "this job has one source; name each in [[data.sources]] to weigh them",
-    "[[phase]]\nfrom_step = 5\nseq_len = 3000\n": "3000 does not fit 2048: ",
-    "[model]\ntokenizer_path = 'a'\n[tokenizer]\npath = 'b'\n": "which job.toml:4 sets too",
-}
+PHRASES = table(__file__, "the_message_says_what_to_write")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from titan.cli import main as titan
 from titan.commands import command_names
 from titan.config import errors
@@ -42,21 +43,7 @@ def test_a_foreign_word_is_answered(hint: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "answer"),
-    [
-        ("sim JOB --hardware h100-sxm", "--world-size: missing; "),
-        ("slurm JOB --nodes 2 --gpus 8", "--gpus: unknown option; here --gpus-per-node "),
-        ("check llama3_8b --world-size 8", "titan config --list llama3_8b --output llama3_8b"),
-        ("plot . --output x.gifx", "x.gifx: end it in .png, .pdf or .svg"),
-        (
-            "evaluate --model hf --tasks arc_easy",
-            "--model: unknown option; `titan evaluate FOL",
-        ),
-        ("generate . --top-p 40", "0 to 1, got 40; --top-k takes a number of tokens"),
-        (
-            "check --job.config_file JOB --world-size 1 --training.epochs=2",
-            "titan counts steps",
-        ),
-    ],
+    table(__file__, "an_answer_is_true"),
 )
 def test_an_answer_is_true(
     line: str,

@@ -16,6 +16,7 @@ import torch
 
 from tests.support.jobs import job
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.checks.rules import check
 from titan.config import model, plug_ins
 from titan.config.toml import tomllib
@@ -139,26 +140,7 @@ def test_a_batch_has_masks_of_its_samples(installed: Path) -> None:
 
 def test_options_are_checked(installed: Path) -> None:
     assert not check(masked())
-    for section, key, message in (
-        ({"options": {"share": 2.0}}, "task.options.share", "must be between 0 and 1, got 2"),
-        (
-            {"options": {"sher": 0.1}},
-            "task.options.sher",
-            "unknown option of the task; did you mean",
-        ),
-        ({"options": {"share": "x"}}, "task.options.share", "expected a number, got"),
-        (
-            {"options": {"mask_id": 2048}},
-            "task.options.mask_id",
-            "beyond the vocabulary of 2048",
-        ),
-        ({"name": "masked"}, "task.name", 'unknown task "masked"; did you mean'),
-        (
-            {"name": "next_token", "options": {"x": 1}},
-            "task.options",
-            "next-token prediction has none",
-        ),
-    ):
+    for section, key, message in table(__file__, "options_are_checked"):
         [problem] = check(masked(task=section))
         assert problem.key == key and message in problem.message, problem
     # Another family's model is trained on it by name.

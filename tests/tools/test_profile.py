@@ -255,24 +255,7 @@ def test_what_surrounds_a_kernel_or_an_operator_counts() -> None:
     assert kind_of_kernel("ncclDevKernel_AllReduce", {"optimizer"}) == "communication_exposed"
     # A module's name says nothing about what an operator in it does.
     assert surroundings("titan: layers.0.attention", is_operator=False) == ""
-    kinds = {
-        ("aten::mm", ""): "matmul",
-        ("aten::addmm", ""): "matmul",
-        ("aten::_scaled_mm", ""): "matmul",
-        ("aten::linear", ""): "host_idle",
-        ("aten::transpose", ""): "host_idle",
-        ("aten::empty_strided", ""): "host_idle",
-        ("MmBackward0", ""): "host_idle",
-        ("torch::autograd::AccumulateGrad", ""): "host_idle",
-        ("aten::copy_", ""): "copies",
-        ("aten::copy_", "cast"): "elementwise",
-        ("fsdp::split_with_sizes_copy", ""): "copies",
-        ("aten::silu_backward", ""): "elementwise",
-        ("aten::mm", "attention"): "attention",
-        ("aten::_foreach_add_", "optimizer"): "optimizer",
-        ("c10d::allreduce_", "communication_exposed"): "communication_exposed",
-    }
-    for (name, around), kind in kinds.items():
+    for name, around, kind in table(__file__, "kinds_of_operators"):
         within = {around} - {""}
         assert kind_of_operator(name, within, is_operator=True) == kind, name
 
