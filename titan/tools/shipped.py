@@ -185,7 +185,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     for share in (0.02, 0.05, 0.1, 0.2):
         # At least eight documents, or none.
         if sum(in_validation(document, fraction=share) for document in some) > 7:
-            begin = " ".join(next(pieces_of(some[0]))[:200].split()[:3])[:20]
+            begin = " ".join(next(pieces_of(some[0]))[:20].split())
             prompt = "def __init__(self" if source.type == "stdlib" else begin
             changes["validation"] = {"enable": True, "prompts": [prompt]}
             changes["data"] = data | {"validation_fraction": share}

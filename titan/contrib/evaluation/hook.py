@@ -90,6 +90,6 @@ def continue_prompts(run: RunProgress) -> dict[str, str]:
     hook = run.hook(Evaluation) if section.prompts else None
     texts = hook.scorer.continue_prompts(section) if hook else {}
     for prompt, text in texts.items():
-        lines = (f"\n  | {printable(line, 160)}" for line in (prompt + text).split("\n"))
-        run.console.message(f"step {run.step:,}  writes{''.join(lines)}")
+        shown = printable(prompt + text).replace("\\u000a", "\n  | ")
+        run.console.message(f"step {run.step:,}  writes\n  | {shown}")
     return texts
