@@ -72,21 +72,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     return result
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    # A worker of pytest-xdist; the process that prints has run nothing.
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output["spent"] = dict(session.config.stash[SPENT])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[SPENT].update(getattr(node, "workeroutput", {}).get("spent", {}))
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     spent = config.stash[SPENT]
-    if len(spent) < MANY or hasattr(config, "workerinput"):
+    if len(spent) < MANY:
         return
     known = read_costs()
     for line in report(spent, known, reasons=read_table()["reasons"]):

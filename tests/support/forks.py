@@ -1,0 +1,161 @@
+"""Run tests in forks of the process that has collected them: torch and all tests are imported once, not once for each worker.
+
+    pytest --forks 3
+
+The tests of a file stay in one fork, since they share fixtures. The ranks of the pool are forked early from each fork, as
+multiprocessing's fork server would fork them, and find all tests imported, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import itertools
+import os
+import socket
+from collections import deque
+from importlib import import_module
+from multiprocessing import Pipe, connection, forkserver
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.costs import SPENT
+from titan.base.signals import die_with_parent
+from titan.numerics.certify.ranks import MORE, PRELOAD
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "run the tests in so many forks of the process that has collected them"
+    parser.addoption("--forks", type=int, default=0, metavar="N", help=help)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    config, hook = session.config, session.config.hook
+    count = config.getoption("--forks")
+    if not count or session.testsfailed or config.option.collectonly:
+        return None
+    if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        for name in (*PRELOAD, *MORE):
+            import_module(name)
+    config.get_terminal_writer().line()
+    gc.collect()
+    gc.freeze()  # no fork copies what it only reads
+    numbers = range(len(session.items))
+    files = itertools.groupby(numbers, lambda n: session.items[n].path)
+    waiting = deque([*group] for _, group in files)
+    forks: dict[Any, tuple[int, list[int]]] = {}
+    try:
+        while True:
+            while waiting and len(forks) < count:
+                pipe, theirs = Pipe()
+                if not (pid := os.fork()):
+                    try:
+                        _run(session, theirs)
+                    finally:
+                        os._exit(1)
+                theirs.close()
+                forks[pipe] = pid, []
+            if not forks:
+                return True
+            for pipe in connection.wait([*forks]):
+                assert isinstance(pipe, connection.Connection)
+                pid, left = forks[pipe]
+                try:
+                    message = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    del forks[pipe]
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    if left:
+                        hook.pytest_runtest_logreport(report=_death(session, left[0], code))
+                        waiting.append(left[1:])
+                    continue
+                if message is None:  # it asks for the next file
+                    left[:] = waiting.popleft() if waiting else []
+                    pipe.send(left)
+                elif isinstance(message, int):  # a test has ended
+                    left.remove(message)
+                    item = session.items[message]
+                    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+                elif "$report_type" in message:
+                    report = hook.pytest_report_from_serializable(config=config, data=message)
+                    hook.pytest_runtest_logreport(report=report)
+                else:
+                    config.stash[SPENT].update(message)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+    finally:
+        for pid, _ in forks.values():
+            os.kill(pid, 9)
+
+
+def _death(session: pytest.Session, number: int, code: int) -> pytest.TestReport:
+    """Return the report of a test whose fork died."""
+    item = session.items[number]
+    why = f"the process of the test ended with {code}"
+    return pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
+
+
+def _run(session: pytest.Session, pipe: Any) -> None:
+    """Run files of tests until none is left, in a fork, and end it."""
+    die_with_parent()
+    config = session.config
+    reporter, capture, folders = (
+        config.pluginmanager.get_plugin("terminalreporter"),
+        config.pluginmanager.get_plugin("capturemanager"),
+        config._tmp_path_factory,  # type: ignore
+    )
+    reporter._tw._file = io.StringIO()
+    folders._basetemp = folders.mktemp("fork")
+    # A file of its own for what tests print.
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    _serve_ranks(pipe)
+    capture.suspend_global_capture()
+
+    class Send:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            hook = config.hook
+            pipe.send(hook.pytest_report_to_serializable(config=config, report=report))
+
+    config.pluginmanager.register(Send())
+    # After the last test of a file all fixtures end but those of the session.
+    between: Any = SimpleNamespace(listchain=lambda: [session])
+    while True:
+        pipe.send(None)
+        numbers = pipe.recv()
+        if not numbers:
+            break
+        items = [session.items[n] for n in numbers]
+        for number, item, following in zip(numbers, items, [*items[1:], between], strict=True):
+            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            pipe.send(number)
+    session._setupstate.teardown_exact(None)
+    pipe.send(config.stash[SPENT])
+    os._exit(0)
+
+
+def _serve_ranks(pipe: Any) -> None:
+    """Make a fork of this process multiprocessing's fork server."""
+    address = connection.arbitrary_address("AF_UNIX")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    alive, held = os.pipe()
+    if not (pid := os.fork()):
+        die_with_parent()
+        atexit._clear()
+        pipe.close()
+        os.close(held)
+        try:
+            forkserver.main(listener.fileno(), alive, [])
+        finally:
+            os._exit(0)
+    listener.close()
+    os.close(alive)
+    server: Any = forkserver._forkserver
+    server._forkserver_address, server._forkserver_pid = address, pid
+    server._forkserver_alive_fd = held
