@@ -13,7 +13,9 @@ import gc
 import io
 import itertools
 import os
+import signal
 import socket
+import traceback
 from collections import deque
 from importlib import import_module
 from multiprocessing import Pipe, connection, forkserver
@@ -41,8 +43,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if any("pool" in getattr(item, "fixturenames", ()) for item in session.items):
         for name in (*PRELOAD, *MORE):
             import_module(name)
-    config.get_terminal_writer().line()
-    gc.collect()
     gc.freeze()  # no fork copies what it only reads
     numbers = range(len(session.items))
     files = itertools.groupby(numbers, lambda n: session.items[n].path)
@@ -55,14 +55,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                 if not (pid := os.fork()):
                     try:
                         _run(session, theirs)
-                    finally:
-                        os._exit(1)
+                    except BaseException:
+                        traceback.print_exc()
+                    os._exit(1)
                 theirs.close()
                 forks[pipe] = pid, []
             if not forks:
                 return True
-            for pipe in connection.wait([*forks]):
-                assert isinstance(pipe, connection.Connection)
+            ready: list[Any] = connection.wait([*forks])
+            for pipe in ready:
                 pid, left = forks[pipe]
                 try:
                     message = pipe.recv()
@@ -70,8 +71,15 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                     del forks[pipe]
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     if left:
-                        hook.pytest_runtest_logreport(report=_death(session, left[0], code))
-                        waiting.append(left[1:])
+                        item = session.items[left[0]]
+                        why = f"the process of this test ended with {code}"
+                        report = pytest.TestReport(
+                            item.nodeid, item.location, {}, "failed", why, "call"
+                        )
+                        hook.pytest_runtest_logreport(report=report)
+                        waiting.extend(filter(None, [left[1:]]))
+                    elif code:
+                        raise RuntimeError(f"a fork ended with {code}") from None
                     continue
                 if message is None:  # it asks for the next file
                     left[:] = waiting.popleft() if waiting else []
@@ -89,27 +97,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                 raise session.Failed(session.shouldfail)
     finally:
         for pid, _ in forks.values():
-            os.kill(pid, 9)
-
-
-def _death(session: pytest.Session, number: int, code: int) -> pytest.TestReport:
-    """Return the report of a test whose fork died."""
-    item = session.items[number]
-    why = f"the process of the test ended with {code}"
-    return pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
+            os.kill(pid, signal.SIGKILL)
 
 
 def _run(session: pytest.Session, pipe: Any) -> None:
     """Run files of tests until none is left, in a fork, and end it."""
     die_with_parent()
-    config = session.config
-    reporter, capture, folders = (
-        config.pluginmanager.get_plugin("terminalreporter"),
-        config.pluginmanager.get_plugin("capturemanager"),
-        config._tmp_path_factory,  # type: ignore
+    config: Any = session.config
+    reporter, capture = map(
+        config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager")
     )
     reporter._tw._file = io.StringIO()
-    folders._basetemp = folders.mktemp("fork")
+    config._tmp_path_factory._basetemp = config._tmp_path_factory.mktemp("fork")
     # A file of its own for what tests print.
     capture.stop_global_capturing()
     capture.start_global_capturing()
@@ -140,9 +139,8 @@ def _run(session: pytest.Session, pipe: Any) -> None:
 
 def _serve_ranks(pipe: Any) -> None:
     """Make a fork of this process multiprocessing's fork server."""
-    address = connection.arbitrary_address("AF_UNIX")
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    listener.bind("")  # Linux chooses a name
     listener.listen()
     alive, held = os.pipe()
     if not (pid := os.fork()):
@@ -154,8 +152,8 @@ def _serve_ranks(pipe: Any) -> None:
             forkserver.main(listener.fileno(), alive, [])
         finally:
             os._exit(0)
+    server: Any = forkserver._forkserver
+    server._forkserver_address, server._forkserver_pid = listener.getsockname(), pid
+    server._forkserver_alive_fd = held
     listener.close()
     os.close(alive)
-    server: Any = forkserver._forkserver
-    server._forkserver_address, server._forkserver_pid = address, pid
-    server._forkserver_alive_fd = held
