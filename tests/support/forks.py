@@ -15,6 +15,7 @@ import itertools
 import os
 import signal
 import socket
+import sys
 import traceback
 from collections import deque
 from importlib import import_module
@@ -52,6 +53,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         while True:
             while waiting and len(forks) < count:
                 pipe, theirs = Pipe()
+                config.get_terminal_writer().flush()  # or forks would write it, too
                 if not (pid := os.fork()):
                     try:
                         _run(session, theirs)
@@ -146,6 +148,7 @@ def _serve_ranks(pipe: Any) -> None:
     if not (pid := os.fork()):
         die_with_parent()
         atexit._clear()
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what pytest reads
         pipe.close()
         os.close(held)
         try:
