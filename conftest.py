@@ -17,26 +17,27 @@ from tests.support.ranks import Pool
 # more than it does, above all beside another worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.support.lanes", "tests.support.not_run", "tests.support.costs"]
+pytest_plugins = [
+    "tests.support.lanes",
+    "tests.support.not_run",
+    "tests.support.costs",
+    "tests.support.forks",
+]
 
 CACHE = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run an empty cache of its traces and texts: every worker records a program once for all tests."""
-    if not hasattr(config, "workerinput"):
-        config.stash[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
-            prefix="titan-tests-"
-        )
+    """Give the run an empty cache of its traces and texts: every fork records a program once for all tests."""
+    config.stash[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titan-tests-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if CACHE in config.stash:
-        shutil.rmtree(config.stash[CACHE], ignore_errors=True)
+    shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The files that take longest come first: the workers of scripts/test.sh then end together.
+    # The files that take longest come first: the forks of scripts/test.sh then end together.
     from tests.support.costs import CHEAP
     from tests.support.lanes import cost_of, read_costs
 

@@ -41,7 +41,7 @@ def pieces() -> Iterator[tuple[str, list[str]]]:
 
 def run(files: list[str], *, lane: str, workers: int) -> dict[str, Any]:
     """Run the tests of some files. Return what happened."""
-    options = ["-q", "-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
+    options = ["-q", "--forks", str(workers)]
     start = time.monotonic()
     with TemporaryDirectory() as folder:
         path = Path(folder, "junit.xml")

@@ -176,7 +176,7 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         copy_with(fault, Path(name))
         environment = environment_of(Path(name))
-        pytest = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--maxfail", "10"]
+        pytest = ["-m", "pytest", "-q", "--forks", "2", "--maxfail", "10"]
         command = [sys.executable, *pytest, "--lane", "full", "-p", "no:cacheprovider"]
         command += [test for test in tests if test.startswith(fault.tests)]
         run = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True)

@@ -27,12 +27,13 @@ if [ "${lane[*]}" != "--lane quick" ]; then
   checker=$!
 fi
 echo "tests: pytest"
-# More workers than the two cores, since ranks wait for each other. The tests of a file stay on one worker: they share
+# More forks than the two cores, since ranks wait for each other. The tests of a file stay in one fork: they share
 # fixtures. conftest.py puts long files first.
+export PYTHONDONTWRITEBYTECODE= # hundreds of processes would compile titan
 failed=0
-workers=3
-[ "${lane[*]}" != "--lane quick" ] || workers=0 # each worker imports torch
-"$PYTHON" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=2 \
+forks=3
+[ "${lane[*]}" != "--lane quick" ] || forks=0
+"$PYTHON" -m pytest --forks "$forks" --durations=40 --durations-min=2 \
   "${lane[@]}" "$@" || failed=$?
 if [ -n "$checker" ]; then
   echo "types: pyrefly"

@@ -14,4 +14,4 @@ export TITAN_CONSTRAINTS
 trap 'rm -f "$TITAN_CONSTRAINTS"' EXIT
 echo "torch==$version" > "$TITAN_CONSTRAINTS"
 prepare_environment dev
-"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+"$PYTHON" -m pytest --forks 3 "$@"

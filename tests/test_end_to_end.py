@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import logged_rows
+
 ROOT = Path(__file__).parents[1]
 TITAN = [sys.executable, "-m", "titan.cli"]
 
@@ -60,7 +62,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stopped_and_continued_run_has_every_step_once(run_dir: Path) -> None:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = logged_rows(run_dir)
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows[-1]["loss"] < rows[0]["loss"] - 1
     assert json.loads((run_dir / "status.json").read_text())["state"] == "done"

@@ -19,7 +19,7 @@ from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, saved_tensors
-from tests.support.trainers import PoolTrainer, Trainer
+from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.base.signals import StopRequest
 from titan.checkpoint.identity import step_to_continue
 from titan.checks.rules import check_to_run
@@ -104,10 +104,7 @@ def alone(folder: Path, *phases: dict[str, Any], **changes: Any) -> Path:
     """Train the same phases on one process."""
     plain = [{k: v for k, v in phase.items() if k not in DEGREES} for phase in phases]
     trainer = Trainer(job(folder, *plain, **changes))
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
     return folder
 
 

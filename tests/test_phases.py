@@ -19,7 +19,7 @@ from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND, largest, whole_gradients
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows, same_tensors, saved_tensors
-from tests.support.trainers import PoolTrainer, Trainer
+from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.checks.phase_rules import check_borders
 from titan.checks.rules import check_to_run
 from titan.config.load import load_config
@@ -73,10 +73,7 @@ def finish(
             gradients.update({f"step {step}: {name}": g for name, g in found.items()})
 
     trainer.train_step.optimizer.register_step_pre_hook(keep)
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
     return trainer, gradients
 
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint import CheckpointError
 from titan.checks.machine import check_machine
 from titan.cli import main as titan
@@ -83,10 +83,7 @@ def train(config: JobConfig) -> None:
     except CheckpointError:
         dist.destroy_process_group()
         raise
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
 
 
 def copied(made: Path, tmp_path: Path) -> Path:

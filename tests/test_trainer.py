@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
+from tests.support.runs import logged_rows
 from tests.support.trainers import Trainer
 from titan.base.signals import EXIT_DONE, StopRequest
 from titan.checkpoint.manager import CheckpointError, list_steps
@@ -45,12 +46,8 @@ def run(config: JobConfig, *, stop: StopRequest | None = None) -> int | None:
         trainer.close()
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
-    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in rows(folder)]
+    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in logged_rows(folder)]
 
 
 def test_matmuls_leave_sms_free_during_training_alone(
@@ -89,10 +86,10 @@ def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
     )
     run(job(some, training={"steps": 5}, metrics={"log_freq": 3}))
     run(job(some, metrics={"log_freq": 3}))
-    losses = {row["step"]: row["loss"] for row in rows(every)}
-    assert [row["loss_mean"] for row in rows(every)] == list(losses.values())
+    losses = {row["step"]: row["loss"] for row in logged_rows(every)}
+    assert [row["loss_mean"] for row in logged_rows(every)] == list(losses.values())
     expected = {1: [1], 3: [2, 3], 5: [4, 5], 6: [6], 8: [7, 8]}
-    assert {row["step"]: (row["loss"], row["loss_mean"]) for row in rows(some)} == {
+    assert {row["step"]: (row["loss"], row["loss_mean"]) for row in logged_rows(some)} == {
         step: (losses[step], fmean(losses[s] for s in steps))
         for step, steps in expected.items()
     }
@@ -183,7 +180,7 @@ def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("titan.run.metrics._STATUS_S", 1e9)
     run(job(tmp_path))
-    assert len(rows(tmp_path)) == 8
+    assert len(logged_rows(tmp_path)) == 8
     assert written == [0, 1]  # and not with every row: a rename may wait for the disk
     assert load_config(tmp_path / "config.toml") == job(tmp_path)
     status = json.loads((tmp_path / "status.json").read_text())
@@ -200,7 +197,7 @@ def test_a_finished_run_is_a_no_op(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(job(tmp_path)) == EXIT_DONE
     assert "nothing to do: step 8 of 8 is done" in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoint").rglob("*")} == before
-    assert len(rows(tmp_path)) == 8
+    assert len(logged_rows(tmp_path)) == 8
 
 
 def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> None:
@@ -222,7 +219,7 @@ def test_first_step_checkpoint_and_load_only(tmp_path: Path) -> None:
     assert list_steps(tmp_path / "checkpoint") == [1, 4, 8]
     run(job(tmp_path, checkpoint={"load_step": 4, "load_only": True}))
     assert list_steps(tmp_path / "checkpoint") == [1, 4, 8]
-    assert [r["step"] for r in rows(tmp_path)] == list(range(1, 9))
+    assert [r["step"] for r in logged_rows(tmp_path)] == list(range(1, 9))
 
 
 def test_a_missing_load_step_is_an_error_that_says_what_is_there(tmp_path: Path) -> None:
@@ -275,7 +272,7 @@ def test_validation_is_logged_with_bits_per_byte(
         validation={"enable": True, "freq": 4, "steps": 2, "local_batch_size": 2},
     )
     run(config)
-    by_step = {r["step"]: r for r in rows(tmp_path / "run")}
+    by_step = {r["step"]: r for r in logged_rows(tmp_path / "run")}
     assert (
         "validation_loss" not in by_step[3]
         and by_step[4]["validation_loss"] < by_step[1]["loss"]

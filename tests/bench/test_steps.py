@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.support.jobs import ROOT
+from tests.support.runs import logged_rows
 from titan.checks.rules import check_to_run, load_to_run
 from titan.config.load import load_config
 
@@ -49,8 +50,7 @@ def test_titan_and_the_bare_loop_train_and_are_not_run_again(
             len(run["windows"]) == 2 and run["tokens_per_s"] > 0 and run["reserved_gib"] > 0.1
         )
         assert 7 < run["loss"] < 9  # log(2048) = 7.6
-    lines = (tmp_path / "runs/eager-0-bare/metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines]
+    losses = [row["loss"] for row in logged_rows(tmp_path / "runs/eager-0-bare")]
     assert losses == sorted(losses, reverse=True) and losses[0] - losses[2] > 0.005  # one batch
     assert runs(out, "titan,bare", *keep) == first  # its folders would be in the way
     assert f"| bare | {first[1]['tokens_per_s']:,.0f} (" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.ranks import Pool
+from tests.support.runs import logged_rows
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import (
     CheckpointManager,
@@ -51,8 +51,7 @@ def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> N
 
 
 def numbers(folder: Path) -> list[tuple[float, ...]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in logged_rows(folder)]
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:

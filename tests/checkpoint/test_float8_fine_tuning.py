@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.jobs import job
 from tests.support.runs import logged_rows, saved_tensors
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel.init_weights import canonical_name
@@ -52,10 +52,7 @@ def train(config: JobConfig, weights: dict[str, Tensor] | None = None) -> list[f
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(weights[f"model.{canonical_name(name)}"])
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
     return [row["loss"] for row in logged_rows(trainer.run_dir)]
 
 

@@ -26,7 +26,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support import jobs
+from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
+from tests.support.runs import logged_rows
 from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan import cli
@@ -98,11 +100,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], 
             folder = tmp_path_factory.mktemp(f"{name}-{'tied' if tied else 'untied'}")
             made[name, tied] = save_source(folder, name=name, tied=tied)
     return made
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def logits(folder: Path) -> Tensor:
@@ -227,8 +224,8 @@ def test_round_trip(
 ) -> None:
     source = sources[name, tied]
     results = pool.run(4, through_titan, source, degrees, tmp_path)
-    whole = tensors(source)
-    assert_same(whole, tensors(tmp_path / "out"))
+    whole = tensors_of(source)
+    assert_same(whole, tensors_of(tmp_path / "out"))
     assert torch.equal(logits(source), logits(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     model_bytes = sum(t.nbytes for t in whole.values())
@@ -276,9 +273,7 @@ def train(config: JobConfig) -> None:
 
 
 def losses(run: Path) -> list[float]:
-    return [
-        json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [row["loss"] for row in logged_rows(run)]
 
 
 def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> None:
@@ -298,7 +293,7 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
         by_folder / "checkpoint" / "step-2"
     )  # TorchTitan's place; the checkpoint stays whole
     assert find_damage(step_2) == []
-    saved = tensors(step_2)
+    saved = tensors_of(step_2)
     model = HFModel.of("qwen3", job(source, {}, folder=drawn).model.sizes)
     stored = {
         f"model.{ours}": torch.empty(shape, dtype=torch.bfloat16)
@@ -360,8 +355,8 @@ def test_command_there_and_back(
     argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
     assert convert.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
     assert "in bfloat16" in capsys.readouterr().out
-    expected = {key: value.bfloat16() for key, value in tensors(source).items()}
-    assert_same(tensors(back), expected)
+    expected = {key: value.bfloat16() for key, value in tensors_of(source).items()}
+    assert_same(tensors_of(back), expected)
     files = [load_file(file) for file in back.glob("*.safetensors")]
     assert all(len(f) == 1 or sum(t.nbytes for t in f.values()) <= 30_000 for f in files)
     index = json.loads((back / INDEX).read_text())
@@ -380,7 +375,7 @@ def test_command_there_and_back(
     assert tokenizer.encode("a b") == [3, 4]
     again = tmp_path / "again"
     assert convert.main(["to-hf", str(there), str(again)]) == 0
-    assert_same(tensors(again), tensors(source))
+    assert_same(tensors_of(again), tensors_of(source))
     assert torch.equal(logits(again), logits(source))
 
 
@@ -392,7 +387,7 @@ def test_the_checkpoints_of_a_run_that_keeps_them_elsewhere(sources, tmp_path: P
     config = config.replace("[checkpoint]", '[checkpoint]\nfolder = "elsewhere"')
     (run / "config.toml").write_text(config)
     assert convert.main(["to-hf", str(run), str(tmp_path / "out")]) == 0
-    assert_same(tensors(tmp_path / "out"), tensors(source))
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(source))
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -614,11 +609,11 @@ def test_a_failed_export_leaves_what_was_there(
     state = {f"model.{key}": torch.zeros(shape) for key, shape in model.shapes.items()}
     out, before = tmp_path / "out", Export(model, torch.float32)
     export_state(out, state, before, group=CheckpointGroup())
-    expected = tensors(out)
+    expected = tensors_of(out)
     monkeypatch.setattr(export, "_write_file", full_disk)
     with pytest.raises(
         SaveFailed, match=r"out: the Hugging Face folder was not written.*No space"
     ):
         export_state(out, {k: v + 1 for k, v in state.items()}, before, group=CheckpointGroup())
-    assert_same(tensors(out), expected)
+    assert_same(tensors_of(out), expected)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

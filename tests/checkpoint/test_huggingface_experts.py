@@ -19,9 +19,9 @@ from tests.checkpoint.test_huggingface import (
     job,
     logits,
     losses,
-    tensors,
     train,
 )
+from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
 from titan import cli
@@ -141,11 +141,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name: str, sources, tmp_path: Path) -> None:
     source, there, back = sources[name], tmp_path / "there", tmp_path / "back"
-    stored = tensors(source)
+    stored = tensors_of(source)
     assert any(".experts." in key for key in stored)
     assert convert.main(["from-hf", str(source), str(there)]) == 0
     assert convert.main(["to-hf", str(there), str(back), "--max-shard-size", "100KB"]) == 0
-    assert_same(tensors(back), stored)
+    assert_same(tensors_of(back), stored)
     expected = logits(source)
     assert torch.equal(logits(back), expected)
     family_name, sizes = read_sizes(open_folder(back))
@@ -189,7 +189,7 @@ def test_the_same_folder_from_every_degree(
         folders.append({file.name: file.read_bytes() for file in files})
     assert folders[0] == folders[1] == folders[2]
     assert len(folders[0]) > 4
-    assert_same(tensors(tmp_path / "out-1"), tensors(sources[name]))
+    assert_same(tensors_of(tmp_path / "out-1"), tensors_of(sources[name]))
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe"])
@@ -200,12 +200,12 @@ def test_fused_experts_are_the_same_weights(
     fused, there, back = (tmp_path / folder for folder in ("fused", "there", "back"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(sources[name])
     theirs.save_pretrained(fused, save_original_format=False)
-    assert any(key.endswith("experts.gate_up_proj") for key in tensors(fused))
+    assert any(key.endswith("experts.gate_up_proj") for key in tensors_of(fused))
     pool.run(4, through_ranks, fused, {"dp_shard": 2, "tp": 2}, 2, tmp_path)
     assert convert.main(["from-hf", str(fused), str(there)]) == 0
     assert convert.main(["to-hf", str(there), str(back)]) == 0
     for folder in (tmp_path / "out-2", back):
-        assert_same(tensors(folder), tensors(sources[name]))
+        assert_same(tensors_of(folder), tensors_of(sources[name]))
 
 
 def with_ep(config: JobConfig, ep: int, **overrides: Any) -> JobConfig:
@@ -226,7 +226,7 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     pool.run(1, train, by_step)
     pool.run(2, train, with_ep(by_folder, 2))
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-5)
-    before, after = tensors(source), tensors(tmp_path / "b" / "checkpoint" / "step-2")
+    before, after = tensors_of(source), tensors_of(tmp_path / "b" / "checkpoint" / "step-2")
     assert before.keys() == after.keys()
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     moved = (after[bias] - before[bias]).abs()
@@ -296,7 +296,7 @@ def test_released_fp8_weights_and_their_extra_layer(
     assert "left out model.layers.2.*" in capsys.readouterr().out
     out = ["to-hf", str(tmp_path / "there"), str(tmp_path / "back"), "--dtype", "bfloat16"]
     assert convert.main(out) == 0
-    back, whole = tensors(tmp_path / "back"), tensors(source)
+    back, whole = tensors_of(tmp_path / "back"), tensors_of(source)
     assert back.keys() == {k for k in whole if "layers.2" not in k and "scale_inv" not in k}
     for name, tensor in back.items():
         assert torch.equal(tensor, expected[name].bfloat16() if name in names else whole[name])
@@ -367,7 +367,7 @@ def test_published_mxfp4_weights(packed, tmp_path: Path) -> None:
     source, expected = packed
     assert convert.main(["from-hf", str(source), str(tmp_path / "there")]) == 0
     assert convert.main(["to-hf", str(tmp_path / "there"), str(tmp_path / "back")]) == 0
-    stored, back = tensors(source), tensors(tmp_path / "back")
+    stored, back = tensors_of(source), tensors_of(tmp_path / "back")
     assert back.keys() == {n for n in stored if not n.endswith(("_blocks", "_scales"))} | {
         *expected
     }

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.test_huggingface import TOKENS, assert_same, logits, tensors
+from tests.checkpoint.test_huggingface import TOKENS, assert_same, logits
+from tests.support.hf_folders import tensors_of
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.state import model_state
 from titan.config.model import family
@@ -34,7 +35,7 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     state, model = model_state([ours]), HFModel.of(name, sizes).with_copies()
     export_state(source, state, Export(model, torch.float32), group=CheckpointGroup())
     # The names of the release, and copies of the embeddings for DeepSeek.
-    stored = tensors(source)
+    stored = tensors_of(source)
     last = {key.removeprefix("model.layers.3."): t for key, t in stored.items() if ".3." in key}
     assert {f"{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")} < {*last}
     wo = state["model.layers.3.block.attention.wo.weight"]
@@ -47,12 +48,12 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert convert.main(["from-hf", str(source), str(there), "--mtp"]) == 0
     assert "num_mtp_modules = 2" in (there / "config.toml").read_text()
     assert convert.main(["to-hf", str(there), str(back)]) == 0
-    assert_same(tensors(back), stored)
+    assert_same(tensors_of(back), stored)
     capsys.readouterr()
     assert convert.main(["from-hf", str(source), str(without)]) == 0
     assert "left out model.layers.2.*" in capsys.readouterr().out
     assert convert.main(["to-hf", str(without), str(plain)]) == 0
-    assert tensors(plain).keys() == {k for k in stored if not k.startswith(("model.layers.2", "model.layers.3"))}  # fmt: skip
+    assert tensors_of(plain).keys() == {k for k in stored if not k.startswith(("model.layers.2", "model.layers.3"))}  # fmt: skip
     # transformers reads a folder with them, and sees the same model.
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import Pool
+from tests.support.runs import logged_rows, saved_tensors
 from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint import manager as checkpoints
@@ -131,20 +131,6 @@ def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[i
     return first, position, seen
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def stored(path: Path) -> checkpoints.StateDict:
-    """Everything in a checkpoint but random states."""
-    shapes = checkpoints.stored_shapes(path)
-    state = {
-        k: torch.empty(s, dtype=d) for k, (s, d) in shapes.items() if not k.startswith("rng.")
-    }
-    checkpoints.load(path, state)
-    return state
-
-
 @pytest.mark.parametrize(
     ("legs", "modules"), [(LEGS, 0), (MTP_LEGS, 2)], ids=["next token", "MTP"]
 )
@@ -166,7 +152,7 @@ def test_the_loss_curve_goes_on_under_other_layouts(
         for leg in result:
             assert not [n for n, was in leg[2].items() if seen.setdefault(n, was) != was]
     assert seen == in_order  # the same samples in the same steps, none twice, none left out
-    expected, found = rows(whole), rows(parts)
+    expected, found = logged_rows(whole), logged_rows(parts)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
@@ -176,7 +162,9 @@ def test_the_loss_curve_goes_on_under_other_layouts(
         )
     losses = [row["loss"] for row in expected]
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.04  # these were not twelve idle steps
-    states = [stored(folder / "checkpoint" / f"step-{STEPS}") for folder in (whole, parts)]
+    states = [
+        saved_tensors(folder / "checkpoint" / f"step-{STEPS}") for folder in (whole, parts)
+    ]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
         difference = torch.linalg.vector_norm(states[1][name] - value)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.metrics import read_json_lines
+from tests.support.runs import logged_rows
 from tests.support.trainers import Trainer
 from titan.base.signals import StopRequest
 from titan.checkpoint import staging as staging_module
@@ -74,8 +75,10 @@ def run(config: JobConfig) -> int | None:
 
 
 def numbers(folder: Path) -> list[tuple[float, ...]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
+    return [
+        (row["step"], row["loss"], row["grad_norm"], row["tokens"])
+        for row in logged_rows(folder)
+    ]
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
@@ -253,7 +256,7 @@ def test_blocking_time_is_in_the_metrics_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(job(tmp_path))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = logged_rows(tmp_path)
     assert [row["checkpoint_s"] > 0 for row in rows] == [False, True] * 3
     assert capsys.readouterr().out.count(f"saved {tmp_path}/checkpoint/step-") == 3
     run(job(tmp_path / "async", checkpoint={"interval": 2, "async_mode": "async"}))

@@ -15,7 +15,8 @@ from tests.data.test_data_loader import Job
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as training_job
 from tests.support.ranks import Pool
-from tests.support.trainers import PoolTrainer
+from tests.support.runs import logged_rows
+from tests.support.trainers import PoolTrainer, run_to_end
 from titan.config import schema
 from titan.data import DataError
 from titan.data.loader import Loader
@@ -242,12 +243,8 @@ def run_to(folder: Path, hub: Path, steps: int) -> list[float]:
         "checkpoint": {"enable": True, "interval": 3, "last_save_model_only": False},
     }
     trainer = PoolTrainer(training_job(folder, base=with_changes(SMALL, **base)))
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    run_to_end(trainer)
+    return [row["loss"] for row in logged_rows(folder)]
 
 
 def test_a_run_of_two_ranks_resumes_exactly(pool: Pool, tmp_path: Path, hub: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,11 +14,12 @@ import pytest
 import torch
 
 from tests.support.jobs import job
+from tests.support.metadata import write_metadata
 from tests.support.ranks import Pool
+from tests.support.runs import logged_rows
 from tests.support.tables import table
 from titan.checks.rules import check
 from titan.config import model, plug_ins
-from titan.config.toml import tomllib
 from titan.losses.loss import IGNORED
 from titan.tasks import task_of
 
@@ -41,17 +41,7 @@ def forget() -> None:
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with what pip would leave of the package's metadata, on the path of this process and of its children."""
-    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
-    (metadata := tmp_path / "titan_masked-0.1.dist-info").mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: titan-masked\nVersion: 0.1\n"
-    )
-    lines = [
-        line
-        for group, entries in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {what}" for name, what in entries.items()))
-    ]
-    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    write_metadata(FOLDER, tmp_path)
     for folder in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, FOLDER, ROOT))))
@@ -181,8 +171,7 @@ def run(command: str, *settings: str, ranks: int = 1, cwd: Path) -> str:
 
 def test_a_run_is_resumed_on_another_layout_and_simulated(installed: Path) -> None:
     def rows(folder: str) -> dict[int, dict[str, Any]]:
-        lines = (installed / folder / "metrics.jsonl").read_text().splitlines()
-        return {row["step"]: row for row in map(json.loads, lines)}
+        return {row["step"]: row for row in logged_rows(installed / folder)}
 
     save = ("--checkpoint.enable=true", "--checkpoint.interval=4", "--metrics.log_freq=1")
     run("train", "--training.steps=6", *save, "--job.dump_folder=a", cwd=installed)

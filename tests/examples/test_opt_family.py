@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.metadata import write_metadata
 from tests.support.ranks import Pool
-from titan.config.toml import tomllib
+from tests.support.runs import logged_rows
 from titan.data.packing import Batch
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +34,7 @@ RENAMED = {  # titan's names to transformers'
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what pip would leave of the package's metadata, on the path of this process and of its children."""
-    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
-    metadata = tmp_path / "titan_opt-0.1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: titan-opt\nVersion: 0.1\n")
-    [(group, entries)] = project["entry-points"].items()
-    lines = [f"[{group}]", *(f"{name} = {what}" for name, what in entries.items())]
-    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    write_metadata(FOLDER, tmp_path)
     for folder in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(folder)
     return tmp_path
@@ -148,8 +142,5 @@ def test_titan_train_runs_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -
     command = [sys.executable, "-m", "titan.cli", "train", *argv]
     result = subprocess.run(command, capture_output=True, text=True, cwd=installed)
     assert result.returncode == 0, result.stderr
-    rows = [
-        json.loads(line)
-        for line in (installed / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = logged_rows(installed / "run")
     assert rows[-1]["step"] == 2 and 6 < rows[-1]["loss"] < 8

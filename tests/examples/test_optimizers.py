@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runs import saved_tensors
+from tests.support.metadata import write_metadata
+from tests.support.runs import logged_rows, saved_tensors
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "optimizers"
@@ -70,22 +70,13 @@ def train(folder: Path, path: Path, name: str, *settings: str) -> list[dict[str,
         [*command, *settings], capture_output=True, text=True, cwd=ROOT, env=variables
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return logged_rows(folder)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A folder with what pip would leave of the package's metadata."""
-    from titan.config.toml import tomllib
-
-    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
-    [(group, entries)] = project["entry-points"].items()
-    (metadata := tmp_path / "titan_optimizers-0.1.dist-info").mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: titan-optimizers\nVersion: 0.1\n"
-    )
-    lines = [f"[{group}]", *(f"{name} = {what}" for name, what in entries.items())]
-    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    write_metadata(FOLDER, tmp_path)
     return tmp_path
 
 

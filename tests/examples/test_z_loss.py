@@ -14,10 +14,10 @@ import torch
 
 from tests.support.jobs import job
 from tests.support.layouts import BOUND, Layout, cp, differences, each, fsdp, pp, tp, train
+from tests.support.metadata import write_metadata
 from tests.support.ranks import Pool
 from titan.checks.rules import check
 from titan.config import plug_ins
-from titan.config.toml import tomllib
 
 FOLDER = Path(__file__).parents[2] / "examples" / "z_loss"
 # As large as this, the second term is half of the loss.
@@ -28,15 +28,7 @@ WHOLE = (("disable_loss_parallel", True),)
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with what pip would leave of the package's metadata, on the path of this process and of the pool's ranks."""
-    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
-    (metadata := tmp_path / "titan_z_loss-0.1.dist-info").mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: titan-z-loss\nVersion: 0.1\n"
-    )
-    [(group, entries)] = project["entry-points"].items()
-    entries |= {name: f"wrong_losses:{name}" for name in WRONG}
-    lines = [f"[{group}]", *(f"{name} = {what}" for name, what in entries.items())]
-    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    write_metadata(FOLDER, tmp_path, **{name: f"wrong_losses:{name}" for name in WRONG})
     (tmp_path / "wrong_losses.py").write_text(
         "import torch\nfrom torch.nn.functional import cross_entropy\n"
         + "\n".join(

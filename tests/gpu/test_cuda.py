@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.runs import logged_rows
 from tests.support.steps import build_step
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
@@ -21,13 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
 ]
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch):
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _train(
@@ -109,13 +101,8 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
             }
         )
         trainer = Trainer(config)
-        try:
-            assert trainer.run() == 0
-        finally:
-            trainer.close()
-        return [
-            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
+        run_to_end(trainer)
+        return logged_rows(folder)
 
     whole = run(tmp_path / "whole", 8)
     run(tmp_path / "parts", 4)

@@ -59,13 +59,6 @@ def test_grouped_products_equal_a_loop(counts: list[int]) -> None:
             assert gradient[expert].any().item() == (count > 0)
 
 
-@pytest.fixture
-def group() -> Any:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def expert_losses(**sections: Any) -> list[float]:
     config = job(
         model={"name": "qwen3", "flavor": "tiny_moe"},

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.steps import build_step
 from titan.config.schema import JobConfig
@@ -20,13 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
 ]
 SIZES = {"dim": 1024, "n_layers": 8, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 3072}
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # The input of a block: 4 x 2,048 tokens of width 1,024 in bf16. What offloading leaves on the device by mistake is a multiple.

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.steps import build_step
@@ -99,13 +98,6 @@ def needs(capability: tuple[int, int]) -> None:
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < capability:
         pytest.skip(f"needs compute capability {capability}")
-
-
-@pytest.fixture
-def group() -> Any:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def losses(**sections: Any) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.tools.trace_files import read_report
 
@@ -33,10 +33,7 @@ def test_trace_and_snapshot(tmp_path: Path) -> None:
         }
     )
     trainer = Trainer(config)
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
     report = read_report(tmp_path / "traces/step-4/rank-0.json.gz")
     assert report.device == "gpu"
     assert sum(report.parts_s.values()) == pytest.approx(report.step_s)

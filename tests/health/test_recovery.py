@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.support.jobs import job
 from tests.support.ranks import Pool
-from tests.support.runs import same_tensors
+from tests.support.runs import logged_rows, same_tensors
 from tests.support.trainers import PoolTrainer
 from titan.base.spikes import spike_score
 from titan.config.schema import FaultToleranceSection
@@ -68,10 +68,6 @@ def train(
     return ""
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def _train(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> str:
     return train(folder, settings, **options)
 
@@ -106,9 +102,9 @@ def test_a_skipped_step_never_was(
     never = ((at - 1) * BATCH, at * BATCH)
     assert run(pool, world, clean, {}, steps=13, never=never, **options) == ""
     assert same_tensors(step_folder(clean, 13), step_folder(struck, 14))
-    skipped = [row["num_skipped"] for row in rows(struck)]
+    skipped = [row["num_skipped"] for row in logged_rows(struck)]
     assert skipped == [0] * (at - 1) + [1] * (15 - at)
-    assert (rows(struck)[at - 1]["loss"] is None) == fault.startswith("nan")
+    assert (logged_rows(struck)[at - 1]["loss"] is None) == fault.startswith("nan")
     said = (struck / "logs" / "rank-0.log").read_text()
     assert f"step {at}, samples {never[0]} to {never[1] - 1}: loss" in said
     assert "NO UPDATE BY THIS STEP" in said
@@ -136,11 +132,15 @@ def test_a_rewound_run_never_saw_the_samples(
     assert run(pool, world, struck, settings, fault=fault, **options) == ""
     assert run(pool, world, clean, {}, never=(first, 11 * BATCH), **options) == ""
     assert same_tensors(step_folder(clean, 14), step_folder(struck, 14))
-    assert [row["step"] for row in rows(struck)] == list(range(1, 15))
-    assert [row["loss"] for row in rows(struck)] == [row["loss"] for row in rows(clean)]
+    assert [row["step"] for row in logged_rows(struck)] == list(range(1, 15))
+    assert [row["loss"] for row in logged_rows(struck)] == [
+        row["loss"] for row in logged_rows(clean)
+    ]
     # The mean forgets steps that were taken back.
-    assert [row["loss_mean"] for row in rows(struck)] == [row["loss"] for row in rows(clean)]
-    assert rows(struck)[-1]["num_rewinds"] == 1
+    assert [row["loss_mean"] for row in logged_rows(struck)] == [
+        row["loss"] for row in logged_rows(clean)
+    ]
+    assert logged_rows(struck)[-1]["num_rewinds"] == 1
     metadata = json.loads((struck / "checkpoint" / "step-14" / "titan.json").read_text())
     assert metadata["data"]["skipped"] == [[first, 44]]
     said = (struck / "logs" / "rank-0.log").read_text()
@@ -235,4 +235,5 @@ def test_a_flipped_bit_in_one_replica(
     fault = f"flip:{world - 1}:3"
     text = run(pool, world, tmp_path / "flipped", settings, fault=fault, **options)
     assert text.startswith("ReplicaError: replicas hold different weights: ") and who in text
-    assert len(rows(tmp_path / "flipped")) <= 4  # found in step 4, the next that is checked
+    found = logged_rows(tmp_path / "flipped")
+    assert len(found) <= 4  # in step 4, the next that is checked

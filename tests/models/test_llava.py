@@ -39,7 +39,7 @@ from tests.support.layouts import (
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.tables import table
-from tests.support.trainers import PoolTrainer, Trainer
+from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.checks.machine import check_machine
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
@@ -349,10 +349,7 @@ def test_parquet_has_the_same_pictures(folder: Path) -> None:
 
 def run(config: JobConfig, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
     trainer = kind(config)
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
     return read_json_lines(Path(config.job.dump_folder) / "metrics.jsonl")
 
 

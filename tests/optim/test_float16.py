@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.ranks import Pool
+from tests.support.runs import logged_rows
 from tests.support.steps import build_step
 from tests.support.tables import table
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
@@ -232,13 +232,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
             if trainer.step == 0:
                 scaling: Any = trainer.train_step.loss_scale
                 scaling.value = TOO_LARGE
-            try:
-                assert trainer.run() == 0
-            finally:
-                trainer.close()
-        return [
-            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
+            run_to_end(trainer)
+        return logged_rows(folder)
 
     names = ("step", "loss", "grad_norm", "loss_scale", "num_skipped")
     whole_run, parts = (

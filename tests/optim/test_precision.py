@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.runs import logged_rows
 from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.models import llama3, qwen3
@@ -81,8 +81,7 @@ def test_a_run_in_bf16_alone(tmp_path: Path) -> None:
                 assert {s["exp_avg"].dtype for s in state.values()} == {torch.bfloat16}
             finally:
                 trainer.close()
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        return [(row["loss"], row["grad_norm"]) for row in map(json.loads, lines)]
+        return [(row["loss"], row["grad_norm"]) for row in logged_rows(folder)]
 
     whole = rows(tmp_path / "whole", 8)
     assert whole[-1][0] < whole[0][0]

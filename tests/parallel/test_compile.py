@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import subprocess
@@ -20,6 +19,7 @@ from torch._dynamo.exc import Unsupported
 from torch.utils import flop_counter
 
 from tests.support.ranks import Pool
+from tests.support.runs import logged_rows
 from titan.contrib.small_adam.optimizer import _update_shard
 from titan.models import qwen3
 from titan.models.llama3 import FLAVORS, TENSOR_PLAN, build_model
@@ -334,8 +334,7 @@ def test_a_restart_takes_its_programs_from_the_cache(tmp_path: Path) -> None:
         lines.append(
             re.search(r"compiled 2 blocks, the loss and the update: .*", result.stdout)
         )
-        rows = (out / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(row)["loss"] for row in rows])
+        losses.append([row["loss"] for row in logged_rows(out)])
     first, second = (line.group() if line else "" for line in lines)
     assert re.search(r": 5 programs, \d+\.\d s$", first), first
     assert re.search(r"5 from the cache$", second), second

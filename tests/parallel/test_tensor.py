@@ -81,6 +81,13 @@ class Called(Net):
         return self.head(input=x)
 
 
+def _after_a_pass(model: nn.Module) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))
+    model(tokens).square().sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
 def _called_by_name(tp: int) -> dict[str, torch.Tensor]:
     model = Called()
     initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.3)
@@ -89,10 +96,7 @@ def _called_by_name(tp: int) -> dict[str, torch.Tensor]:
         plan |= {"mixes.*": "gather_input:hidden"}
         mesh = build_mesh("cpu", tp=tp, dp_shard=1)["tp"]
         apply_tp(model, mesh=mesh, plan=plan, num_kv_heads=2, loss_parallel=False)
-    tokens = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))
-    model(tokens).square().sum().backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return _after_a_pass(model)
 
 
 def test_modules_may_be_called_by_name(pool) -> None:
@@ -168,10 +172,7 @@ def _gradients(tp: int, compiled: bool) -> dict[str, torch.Tensor]:
     apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.blocks, gradients="sum")
     materialize(model, device="cpu")
     initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.3)
-    tokens = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))
-    model(tokens).square().sum().backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+    return _after_a_pass(model)
 
 
 def test_an_embedding_before_compiled_blocks_gets_its_gradient(pool) -> None:

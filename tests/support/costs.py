@@ -33,25 +33,15 @@ ABOUT = """\
 
 def cpu_seconds(root: int) -> float:
     """Return the CPU seconds of a process, of its descendants, and of those that they have waited for."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
+    total, left = 0, [root]
+    for process in left:
         try:
-            text = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
+            text = Path(f"/proc/{process}/stat").read_bytes()
+            for children in Path(f"/proc/{process}/task").glob("*/children"):
+                left += map(int, children.read_bytes().split())
         except OSError:  # it has just ended
             continue
-        fields = text.rpartition(")")[2].split()
-        parents[int(entry.name)] = int(fields[1])
-        ticks[int(entry.name)] = sum(map(int, fields[11:15]))
-    total = 0
-    for process in ticks:
-        ancestor = process
-        while ancestor not in (0, root):
-            ancestor = parents.get(ancestor, 0)
-        if ancestor == root:
-            total += ticks[process]
+        total += sum(map(int, text.rpartition(b")")[2].split()[11:15]))
     return total / TICKS
 
 
@@ -72,21 +62,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     return result
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    # A worker of pytest-xdist; the process that prints has run nothing.
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output["spent"] = dict(session.config.stash[SPENT])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[SPENT].update(getattr(node, "workeroutput", {}).get("spent", {}))
-
-
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     spent = config.stash[SPENT]
-    if len(spent) < MANY or hasattr(config, "workerinput"):
+    if len(spent) < MANY:
         return
     known = read_costs()
     for line in report(spent, known, reasons=read_table()["reasons"]):

@@ -32,23 +32,6 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
         item.config.stash[DESELECTED][why] += 1
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    # A worker of pytest-xdist; the process that prints has collected nothing.
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output["deselected"] = dict(session.config.stash[DESELECTED])
-        output["drawn"] = session.config.stash.get(DRAWN, [])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    # Every worker collects all tests, so that the last one says the same as the others.
-    deselected = getattr(node, "workeroutput", {}).get("deselected")
-    if deselected is not None:
-        node.config.stash[DESELECTED] = Counter(deselected)
-        node.config.stash[DRAWN] = node.workeroutput["drawn"]
-
-
 # The first of the wrappers, so that the lines follow pytest's summary, next to its closing line.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:

@@ -44,3 +44,10 @@ class PoolTrainer(Trainer):
 
     def close(self, *, failed: bool = True) -> None:
         super().close(failed=failed)
+
+
+def run_to_end(trainer: Any) -> None:
+    try:
+        assert trainer.run() == 0
+    finally:
+        trainer.close()

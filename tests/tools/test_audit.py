@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.jobs import ROOT, job
-from tests.support.runs import saved_tensors
+from tests.support.runs import logged_rows, saved_tensors
 from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
 from titan.numerics.diff import audit as command
@@ -259,7 +259,7 @@ def test_the_first_column_that_differs_is_named_or_its_row_if_all_that_follows_i
     column: str, value: float | None, guilty: str, tmp_path: Path
 ) -> None:
     run = _run(tmp_path / "run")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = logged_rows(run)
     rows[4] |= {"step_s": 9.0, column: value}  # times may be any
     _write_rows(run, rows)
     for step, wrong in ((5, guilty), (STEP, "the row of step 5 in metrics.jsonl")):
@@ -277,7 +277,7 @@ def test_a_base_that_is_off_is_a_possible_cause_and_rows_are_those_of_the_steps(
     tmp_path: Path,
 ) -> None:
     run = _run(tmp_path / "run", metrics={"log_freq": 2})
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = logged_rows(run)
     assert [row["step"] for row in rows] == [1, 2, 4, 6, 8]
     # The mean of a row covers steps that have none.
     found = audit(run, 8)

@@ -17,13 +17,13 @@ import torch
 from tests.support import planted
 from tests.support.hf_families import overrides_of
 from tests.support.jobs import ROOT, job
+from tests.support.metadata import write_metadata
 from titan.checks.rules import check, check_to_run
 from titan.cli import main as titan
 from titan.config.layout import resolve_layout
 from titan.config.model import families, family, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
-from titan.config.toml import tomllib
 from titan.numerics.certify import command, steps
 from titan.numerics.certify.command import LAYOUTS, CertifiedLayout, Certifier
 from titan.numerics.certify.shrink import changed, small_keys
@@ -336,12 +336,7 @@ def test_a_package_is_certified(tmp_path: Path) -> None:
     """A family and a loss of two packages, which ranks find as pip would leave them."""
     folders = [ROOT / "examples/opt_family", ROOT / "examples/z_loss"]
     for folder in folders:
-        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        (metadata := tmp_path / f"{folder.name}-0.1.dist-info").mkdir()
-        (metadata / "METADATA").write_text(f"Name: {folder.name}\nVersion: 0.1\n")
-        [(group, entries)] = project["entry-points"].items()
-        lines = [f"[{group}]", *(f"{name} = {what}" for name, what in entries.items())]
-        (metadata / "entry_points.txt").write_text("\n".join(lines))
+        write_metadata(folder, tmp_path)
     (path := tmp_path / "opt.toml").write_text('model = {name = "opt", flavor = "6.7B"}\n')
     command = [sys.executable, "-m", "titan.cli", "certify", path, "--loss.name=z_loss"]
     environment = os.environ | {

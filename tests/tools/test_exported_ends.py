@@ -12,7 +12,7 @@ import torch
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
 from tests.support.tables import table
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint.saved_model import find_checkpoint, open_run_tokenizer
 from titan.cli import main as titan
 from titan.config.render import to_toml
@@ -42,10 +42,7 @@ def exported(folder: Path, **changes: Any) -> tuple[Path, Path]:
         **changes,
     )
     trainer = Trainer(config)
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
     assert titan(["convert", "to-hf", str(folder / "run"), str(folder / "hf")]) == 0
     return folder / "run" / "checkpoint" / "step-1", folder / "hf"
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.jobs import job
 from tests.support.ranks import Pool
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.cli import main as titan
 from titan.config.errors import ConfigError
 from titan.config.schema import TokenizerSection
@@ -78,10 +78,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         checkpoint={"enable": True, "interval": 60, "last_save_in_hf": True},
     )
     trainer = Trainer(config)
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
     (folder / "chat.jinja").unlink()  # a run and an export have their own
     return folder / "run"
 

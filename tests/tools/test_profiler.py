@@ -18,7 +18,7 @@ from tests.support.commands import command
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
-from tests.support.trainers import PoolTrainer, Trainer
+from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig, ProfilingSection
@@ -53,10 +53,7 @@ def checked_job(folder: Path, *, world_size: int = 1, **changes: dict[str, Any])
 
 def run(config: JobConfig) -> None:
     trainer = Trainer(config)
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
 
 
 def numbers(folder: Path) -> list[tuple[float, float]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
-from tests.support.trainers import PoolTrainer
+from tests.support.trainers import PoolTrainer, run_to_end
 from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import parse_args
@@ -107,10 +107,7 @@ def train(root: Path, argv: list[str]) -> None:
     os.chdir(root)
     config, _ = load_to_run(argv, world_size=dist.get_world_size(), warn=False)
     trainer = PoolTrainer(config)
-    try:
-        assert trainer.run() == 0
-    finally:
-        trainer.close()
+    run_to_end(trainer)
 
 
 def alone(argv: list[str], ranks: int) -> list[str]:

@@ -1,0 +1,20 @@
+"""What pip would leave of the metadata of a package of examples/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titan.config.toml import tomllib
+
+
+def write_metadata(package: Path, folder: Path, **more: str) -> None:
+    """Write the metadata of a package into a folder, with more entries of its groups."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    name = project["name"]
+    (metadata := folder / f"{name.replace('-', '_')}-0.1.dist-info").mkdir()
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n"
+    (metadata / "METADATA").write_text(text)
+    lines: list[str] = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{key} = {what}" for key, what in (entries | more).items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
