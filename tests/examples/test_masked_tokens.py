@@ -14,28 +14,16 @@ import pytest
 import torch
 
 from tests.support.jobs import job
-from tests.support.metadata import write_metadata
+from tests.support.metadata import forget, write_metadata
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
 from tests.support.tables import table
 from titan.checks.rules import check
-from titan.config import model, plug_ins
 from titan.losses.loss import IGNORED
 from titan.tasks import task_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "masked_tokens"
-
-
-def forget() -> None:
-    """Have families and entry points looked up again."""
-    for cached in (
-        model.families,
-        model.family,
-        plug_ins.installed_entry_points,
-        model.check_module,
-    ):
-        cached.cache_clear()
 
 
 @pytest.fixture

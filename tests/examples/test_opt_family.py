@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.metadata import write_metadata
+from tests.support.metadata import forget, write_metadata
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
 from titan.data.packing import Batch
@@ -44,11 +44,10 @@ def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[
     """Loss and gradient norm of two steps on one global batch of 4 sequences."""
     from tests.support.steps import build_step
     from titan.checks.rules import check_to_run
-    from titan.config.plug_ins import installed_entry_points
     from titan.config.schema import JobConfig
     from titan.parallel import axis_rank, build_mesh
 
-    installed_entry_points.cache_clear()  # this process may have read them before its path had the package
+    forget()  # this process may have read them before its path had the package
 
     config = JobConfig.model_validate(
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from titan.config import model, plug_ins
 from titan.config.toml import tomllib
 
 
@@ -18,3 +19,14 @@ def write_metadata(package: Path, folder: Path, **more: str) -> None:
     for group, entries in project["entry-points"].items():
         lines += [f"[{group}]", *(f"{key} = {what}" for key, what in (entries | more).items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
+
+
+def forget() -> None:
+    """Have families and entry points looked up again."""
+    for cached in (
+        model.families,
+        model.family,
+        plug_ins.installed_entry_points,
+        model.check_module,
+    ):
+        cached.cache_clear()
