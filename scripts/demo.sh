@@ -26,7 +26,7 @@ say "$bin/titan" init "$run.toml" --text stdlib
 say "$bin/titan" train "$run.toml" --nproc 2 "$@"
 trained=$SECONDS
 say "$bin/titan" plot "$run" --output "$run/loss.png"
-say "$bin/titan" generate "$run" --prompt "class " --temperature 0.6 --max-new-tokens 160
+say "$bin/titan" generate "$run" --prompt def --temperature 0.6 --max-new-tokens 160
 
 cat << END
 

@@ -2,6 +2,8 @@
 #   prepare_environment EXTRA     installs titan, editable, with an extra that has a lock file: demo or dev (scripts/lock.sh)
 # TITAN_VENV names another folder than .venv, TITAN_CONSTRAINTS another file than constraints.txt (with another torch).
 
+unset PYTHONDONTWRITEBYTECODE # each process would compile torch
+
 prepare_environment() {
   local extra=$1 venv=${TITAN_VENV:-.venv} constraints=${TITAN_CONSTRAINTS:-constraints.txt} lock base stamp sum torch began=$SECONDS
   PYTHON=$venv/bin/python

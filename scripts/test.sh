@@ -29,7 +29,6 @@ fi
 echo "tests: pytest"
 # More forks than the two cores, since ranks wait for each other. The tests of a file stay in one fork: they share
 # fixtures. conftest.py puts long files first.
-export PYTHONDONTWRITEBYTECODE= # hundreds of processes would compile titan
 failed=0
 forks=3
 [ "${lane[*]}" != "--lane quick" ] || forks=0
