@@ -19,7 +19,7 @@ from titan.config.toml import format_value
 
 STARTER = "starter"
 # For text of at least so many bytes: ids of the vocabulary, the model's flavor, and steps.
-_RECIPES = ((100_000_000, 4096, "10M", 2000), (200_000, 2048, "1M", 300), (0, 512, "1M", 100))
+_RECIPES = ((100_000_000, 4096, "10M", 2000), (200_000, 2048, "1M", 250), (0, 512, "1M", 100))
 _TRIED = 1000  # documents that are looked at
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a job's keys by section; None removes a key."""
