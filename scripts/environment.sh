@@ -24,7 +24,8 @@ prepare_environment() {
     fi
   fi
   echo "environment: 1 of 2, torch (200 MB for CPUs, 3 GB with CUDA) and the packages of $lock, at once"
-  install --no-deps --constraint "$constraints" torch & # its dependencies are in the lock file, but for CUDA's
+  # torch's dependencies are in the lock file, but for CUDA's. It is compiled while other packages are fetched.
+  { install --no-deps --constraint "$constraints" torch && "$PYTHON" -m compileall -qq "$venv"/lib/python*/site-packages/torch; } &
   torch=$!
   install --require-hashes --no-deps --requirement "$lock" || { wait "$torch"; return 1; }
   wait "$torch"
@@ -34,7 +35,7 @@ prepare_environment() {
   echo "environment: $venv is ready after $((SECONDS - began)) s; to use it: source $venv/bin/activate"
 }
 
-# uv where it is installed, else pip. Modules are compiled when they are imported: few of them are.
+# uv where it is installed, else pip. Modules are compiled when they are imported: of most packages few are.
 install() {
   if command -v uv > /dev/null; then
     uv pip install --quiet --python "$PYTHON" "$@"
