@@ -24,8 +24,12 @@ prepare_environment() {
     fi
   fi
   echo "environment: 1 of 2, torch (200 MB for CPUs, 3 GB with CUDA) and the packages of $lock, at once"
-  # torch's dependencies are in the lock file, but for CUDA's. It is compiled while other packages are fetched.
-  { install --no-deps --constraint "$constraints" torch && "$PYTHON" -m compileall -qq "$venv"/lib/python*/site-packages/torch; } &
+  # torch's dependencies are in the lock file, but for CUDA's. It is compiled while other packages are fetched; a few of its
+  # files are for a newer Python.
+  {
+    install --no-deps --constraint "$constraints" torch || exit 1
+    "$PYTHON" -m compileall -qq "$venv"/lib/python*/site-packages/torch || true
+  } &
   torch=$!
   install --require-hashes --no-deps --requirement "$lock" || { wait "$torch"; return 1; }
   wait "$torch"
