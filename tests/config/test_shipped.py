@@ -88,7 +88,7 @@ def test_a_job_suits_the_size_of_its_text(
         file.read_text() for file in sorted(Path(argparse.__file__).parent.glob("*.py"))
     )
     left_out = "text (1 file, left out: 1 *.pdf)"
-    for size, ids, steps in (("20000", 512, 100), ("300000", 2048, 250)):
+    for size, ids, steps in (("20000", 616, 33), ("300000", 2016, 145)):
         (folder / "book.txt").write_bytes(words.encode()[: int(size)])
         assert main(["init", size, "--text", "text"]) == 0
         job = load_config(size)

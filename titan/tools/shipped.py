@@ -18,9 +18,8 @@ from titan.config.plug_ins import load_part
 from titan.config.toml import format_value
 
 STARTER = "starter"
-# For text of at least so many bytes: ids of the vocabulary, the model's flavor, and steps.
-_RECIPES = ((100_000_000, 4096, "10M", 2000), (200_000, 2048, "1M", 250), (0, 512, "1M", 100))
-_TRIED = 1000  # documents that are looked at
+# For text of at least so many bytes: the model's flavor, and ids of the vocabulary and steps at most.
+_RECIPES = ((100_000_000, "10M", 4096, 2000), (0, "1M", 2048, 250))
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a job's keys by section; None removes a key."""
 
@@ -166,27 +165,29 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     }
     if options.hf:
         return changes
-    ids, flavor, steps = next(row for least, *row in _RECIPES if num_bytes >= least)
+    flavor, ids, steps = next(row for least, *row in _RECIPES if num_bytes >= least)
+    # A model learns a short text by heart if it passes over it too often.
+    steps = min(steps, 25 + num_bytes // 2500)
     print(f"{documents.name}, {num_bytes:,} bytes: model {flavor}, {steps:,} steps")
     folder = options.file.with_name(f"{options.file.stem}_tokenizer")
     tokenizer.train(
         documents,
-        vocab_size=options.vocab or ids,
+        vocab_size=options.vocab or min(ids, 512 + num_bytes // 200),
         output=folder,
         every=1 + num_bytes // 100_000_000,
     )
-    some, data = [*islice(documents.read(), _TRIED)], {}
+    some, data = [*islice(documents.read(), 1000)], {}
     if len(some) < 100 and source.type == "text":
         # Part of a few long files can be kept for validation if each is several documents.
         chars = min(max(num_bytes // 400, 2000), PIECE_CHARS)
         source = source.model_copy(update={"document_chars": chars})
-        some = [*islice(open_all([source]).read(), _TRIED)]
+        some = [*islice(open_all([source]).read(), 1000)]
         data = {"sources": [{"type": "text", "path": path, "document_chars": chars}]}
-    for share in (0.02, 0.05, 0.1, 0.2):
+    for share in (0.02, 0.1, 0.2):
         # At least eight documents, or none.
         if sum(in_validation(document, fraction=share) for document in some) > 7:
-            begin = " ".join(next(pieces_of(some[0]))[:20].split())
-            prompt = "def __init__(self" if source.type == "stdlib" else begin
+            is_stdlib, text = source.type == "stdlib", next(pieces_of(some[0]))
+            prompt = "def __init__(self" if is_stdlib else " ".join(text[:20].split())
             changes["validation"] = {"enable": True, "prompts": [prompt]}
             changes["data"] = data | {"validation_fraction": share}
             if data:

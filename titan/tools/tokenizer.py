@@ -147,7 +147,6 @@ def main(argv: list[str]) -> int:
         if not put_json(facts, arguments.json):
             print(_page(facts))
         return 0
-    paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
-    documents = open_all([source_of_path(path, text_key=arguments.text_key) for path in paths])
-    train(documents, vocab_size=wanted, output=output)
+    sources = [source_of_path(path, text_key=arguments.text_key) for path in arguments.input]
+    train(open_all(sources), vocab_size=arguments.vocab_size, output=arguments.output)
     return 0
