@@ -187,7 +187,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
         # At least eight documents, or none.
         if sum(in_validation(document, fraction=share) for document in some) > 7:
             is_stdlib, text = source.type == "stdlib", next(pieces_of(some[0]))
-            prompt = "def __init__(self" if is_stdlib else " ".join(text[:20].split())
+            prompt = "def __init__(self" if is_stdlib else " ".join(text[:20].split()) or "The"
             changes["validation"] = {"enable": True, "prompts": [prompt]}
             changes["data"] = data | {"validation_fraction": share}
             if data:
