@@ -165,7 +165,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     }
     if options.hf:
         return changes
-    flavor, ids, steps = next(row for least, *row in _RECIPES if num_bytes >= least)
+    _, flavor, ids, steps = next(row for row in _RECIPES if num_bytes >= row[0])
     # A model learns a short text by heart if it passes over it too often.
     steps = min(steps, 25 + num_bytes // 2500)
     print(f"{documents.name}, {num_bytes:,} bytes: model {flavor}, {steps:,} steps")
