@@ -18,8 +18,7 @@ from titan.config.plug_ins import load_part
 from titan.config.toml import format_value
 
 STARTER = "starter"
-# For text of at least so many bytes: the model's flavor, and ids of the vocabulary and steps at most.
-_RECIPES = ((100_000_000, "10M", 4096, 2000), (0, "1M", 2048, 250))
+_LARGE = 100_000_000  # bytes of a text that a larger model suits, and from which a vocabulary is learnt at most
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a job's keys by section; None removes a key."""
 
@@ -165,7 +164,9 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     }
     if options.hf:
         return changes
-    _, flavor, ids, steps = next(row for row in _RECIPES if num_bytes >= row[0])
+    # Flavor, and ids of the vocabulary and steps at most.
+    large, small = ("10M", 4096, 2000), ("1M", 2048, 250)
+    flavor, ids, steps = large if num_bytes >= _LARGE else small
     # A model learns a short text by heart if it passes over it too often.
     steps = min(steps, 25 + num_bytes // 2500)
     print(f"{documents.name}, {num_bytes:,} bytes: model {flavor}, {steps:,} steps")
@@ -174,7 +175,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
         documents,
         vocab_size=options.vocab or min(ids, 512 + num_bytes // 200),
         output=folder,
-        every=1 + num_bytes // 100_000_000,
+        every=1 + num_bytes // _LARGE,
     )
     some, data = [*islice(documents.read(), 1000)], {}
     if len(some) < 100 and source.type == "text":
