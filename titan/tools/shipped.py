@@ -184,7 +184,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
         source = source.model_copy(update={"document_chars": chars})
         some = [*islice(open_all([source]).read(), 1000)]
         data = {"sources": [{"type": "text", "path": path, "document_chars": chars}]}
-    for share in (0.02, 0.1, 0.2):
+    for share in (0.02, 0.05, 0.1, 0.2):
         # At least eight documents, or none.
         if sum(in_validation(document, fraction=share) for document in some) > 7:
             is_stdlib, text = source.type == "stdlib", next(pieces_of(some[0]))
