@@ -28,7 +28,7 @@ CACHE = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run an empty cache of its traces and texts: every fork records a program once for all tests."""
+    """Create an empty cache for the traces and texts of the run: a program is recorded once for all tests."""
     config.stash[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titan-tests-")
 
 

@@ -111,7 +111,7 @@ def _run(session: pytest.Session, pipe: Any) -> None:
     )
     reporter._tw._file = io.StringIO()
     config._tmp_path_factory._basetemp = config._tmp_path_factory.mktemp("fork")
-    # A file of its own for what tests print.
+    # What tests print goes to a separate file.
     capture.stop_global_capturing()
     capture.start_global_capturing()
     _serve_ranks(pipe)

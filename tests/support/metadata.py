@@ -1,4 +1,4 @@
-"""What pip would leave of the metadata of a package of examples/."""
+"""Metadata of a package of examples/, as pip would install them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_metadata(package: Path, folder: Path, **more: str) -> None:
 
 
 def forget() -> None:
-    """Have families and entry points looked up again."""
+    """Clear the caches of families and entry points."""
     for cached in (
         model.families,
         model.family,

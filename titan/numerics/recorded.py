@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.base.run_writer import run_files
-from titan.base.untrusted import InputError
-
 FOLDER = "recorded"
 FORMAT = 1  # another one after a change of the projections
 
@@ -63,14 +60,11 @@ class RecordedStep:
 
 def write_step(folder: Path, step: RecordedStep) -> None:
     """Write a step into a run folder."""
-    content = {
-        "format": FORMAT,
-        **vars(step),
-        "tensors": [vars(tensor) for tensor in step.tensors],
-    }
-    run_files(folder).replace(
-        f"{FOLDER}/step-{step.step}.json", json.dumps(content) + "\n", durable=True
-    )
+    from titan.base.run_writer import run_files  # needs pydantic, which helpers alone do not
+
+    tensors = {"tensors": [vars(tensor) for tensor in step.tensors]}
+    content = json.dumps({"format": FORMAT} | vars(step) | tensors)
+    run_files(folder).replace(f"{FOLDER}/step-{step.step}.json", f"{content}\n", durable=True)
 
 
 def read_steps(folder: Path) -> list[RecordedStep]:
@@ -79,20 +73,21 @@ def read_steps(folder: Path) -> list[RecordedStep]:
     Raises:
         InputError: there are none, or a file is not one.
     """
-    steps = [_read(path) for path in (folder / FOLDER).glob("step-*.json")]
+    from titan.base.untrusted import InputError
+
+    def read(path: Path) -> RecordedStep:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if (found := content.pop("format")) != FORMAT:
+                raise ValueError(f"format {found}, and this titan reads format {FORMAT}")
+            content["tensors"] = [RecordedTensor(**tensor) for tensor in content["tensors"]]
+            return RecordedStep(**content)
+        except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+            raise InputError(f"{path} is no recorded step: {error}") from error
+
+    steps = [read(path) for path in (folder / FOLDER).glob("step-*.json")]
     if not steps:
         raise InputError(
             f"{folder} has no recorded steps: train with --debug.record_steps=1,2,3"
         )
     return sorted(steps, key=lambda step: step.step)
-
-
-def _read(path: Path) -> RecordedStep:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if (found := content.pop("format")) != FORMAT:
-            raise ValueError(f"format {found}, and this titan reads format {FORMAT}")
-        tensors = [RecordedTensor(**tensor) for tensor in content.pop("tensors")]
-        return RecordedStep(**content, tensors=tensors)
-    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise InputError(f"{path} is no recorded step: {error}") from error
