@@ -435,7 +435,7 @@ def serve(reader: str, home: Path) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_damaged_files(reader: str, tmp_path: Path) -> None:
-    command = [sys.executable, __file__, reader, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.test_untrusted", reader, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     wrong = []
