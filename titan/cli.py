@@ -22,7 +22,7 @@ from titan.commands import (
     summary_of,
 )
 from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
-from titan.config.plug_ins import load_launcher, load_part, load_plug_ins
+from titan.config.plug_ins import parts_of, require_part
 
 # Commands that draw on the terminal. They read the files of a job that was named.
 _DRAWS = ("train", "sim", "plan", "preflight")
@@ -128,7 +128,9 @@ def _overview() -> str:
 
 def train(argv: list[str]) -> int:
     """Run `titan train`: this process alone, or as the launcher of several."""
-    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="train")]
+    from titan.run.launch_extension import LaunchExtension, LayoutChoice, launcher
+
+    extensions = [*parts_of(LaunchExtension)]
     more = "".join(f" {extension.usage}" for extension in extensions)
     parser = command_parser(
         "train",
@@ -167,13 +169,8 @@ def train(argv: list[str]) -> int:
             missing = (
                 '"auto" needs titan/sim, which is not installed; use "fixed" and the degrees'
             )
-            auto = load_part("layout", key="parallelism.layout", missing=missing)
-            job, choice = auto.resolve(
-                job,
-                world_size=num_processes,
-                profile=lambda config: auto.profile_here(config, num_processes),
-                keep=not options.new_layout,
-            )
+            choose = require_part(LayoutChoice, key="parallelism.layout", missing=missing)
+            job, choice = choose(job, world_size=num_processes, keep=not options.new_layout)
 
         def load(num_processes: int) -> JobConfig:
             from titan.checks.rules import load_to_run
@@ -197,7 +194,7 @@ def train(argv: list[str]) -> int:
             choice.write(config)
         # One process without restarts needs no launcher.
         if num_processes > 1 or options.max_restarts:
-            return load_launcher("titan.train JOB.toml", num_processes).launch(
+            return launcher("titan.train JOB.toml", num_processes).launch(
                 job,
                 num_processes=num_processes,
                 dump_folder=config.job.dump_folder,

@@ -15,28 +15,19 @@ N = T K copies of tokens to dispatch, R copies that arrived
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.parallel.matmul_fp32 import linear_in_fp32
+from titan.parallel.module_kinds import ExpertModule, GroupedExperts, RoutedExperts, RouteSource
 from titan.parallel.token_order import host_counts
 from titan.parallel.traits import BlockTraits
 
 from .dispatch import count, dispatch, in_chunks, run_experts
 from .moe_config import MoEConfig
-
-
-class RouteSource(Protocol):
-    """Source of routes in place of the router's choice, which also observes the routes taken."""
-
-    def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
-        """Return the experts of a module's input (B, S, D) as ids (T, K), or None to let the router choose."""
-        ...
-
-    def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
 
 
 class Gate(nn.Module):
@@ -98,7 +89,7 @@ class Router(nn.Module):
         return weights_TK * self.config.route_scale
 
 
-class Experts(nn.Module):
+class Experts(nn.Module, GroupedExperts):
     """SwiGLU of each expert, with weights and biases stacked by expert.
 
     Attributes:
@@ -275,7 +266,7 @@ class _AddBias(torch.autograd.Function):
         return grad_RO, is_own_eR @ known_RO, None, None
 
 
-class MoE(nn.Module):
+class MoE(nn.Module, ExpertModule, RoutedExperts):
     """Mixture of experts: routed experts, and shared experts for all tokens.
 
     Attributes:

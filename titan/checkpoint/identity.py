@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -33,7 +33,7 @@ from titan.checkpoint.manifest import TITAN_JSON, list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of, read_file
 from titan.config import schema as s
 from titan.config.errors import ConfigError, key_text
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.config.schema import JobConfig, streams
 from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
 from titan.config.toml import KeyPath, format_value, tomllib
@@ -342,13 +342,20 @@ def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
     return {n: getattr(tokenizer, n) for n in names} | {"file": str(tokenizer.file or "")}
 
 
+@door("text")
+class FactsOfText(Protocol):
+    """Function that returns the facts about more texts of a run, such as files of tasks, for titan.json."""
+
+    def __call__(self, config: JobConfig, /) -> dict[str, Any]: ...
+
+
 def text_facts(config: JobConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the facts about a run's text for titan.json."""
     sources = [*sources_of(config, "training")] if reads_text(config) else []
     if sources and config.validation.enable and config.validation.dataset:
         sources += sources_of(config, "validation")
     data = {key: facts for key, source in sources if (facts := _source_facts(source))}
-    for facts_of in load_plug_ins("titan.extensions", of="text"):
+    for facts_of in parts_of(FactsOfText):
         data |= facts_of(config)
     template = fingerprint(tokenizer.chat_template) if tokenizer.chat_template else ""
     return {"tokenizer": tokenizer_facts(tokenizer), "chat_template": template, "data": data}

@@ -1,7 +1,4 @@
-"""Access to Hugging Face folders, which an entry point of the group `titan.extensions` reads and writes. Imports no torch.
-
-The entry point is a module named checkpoint.NAME, with the functions of `ModelFolders`.
-"""
+"""Contract of the part that reads and writes Hugging Face folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +6,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan.checkpoint import CheckpointError
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, load_part
 from titan.config.schema import JobConfig
 
 
+@door("checkpoint")
 class ModelFolders(Protocol):
     """Functions that read and write folders of models."""
 
@@ -32,7 +30,7 @@ class ModelFolders(Protocol):
         """Return the model of a family with these sizes, for `load`."""
         ...
 
-    def check(self, folder: Path, model: Any) -> object:
+    def check(self, path: Path, model: Any) -> object:
         """Check that a folder has exactly this model, without its weights.
 
         Raises:
@@ -40,11 +38,11 @@ class ModelFolders(Protocol):
         """
         ...
 
-    def load(self, folder: Path, state: Any, *, model: Any, group: Any) -> list[str]:
+    def load(self, path: Path, state: Any, *, model: Any, group: Any) -> list[str]:
         """Fill the tensors "model.<parameter>" of `state`. All ranks call this together.
 
         Args:
-            folder: the folder.
+            path: the folder.
             state: tensors to fill, by name.
             model: the model.
             group: the ranks' `CheckpointGroup`.
@@ -76,14 +74,14 @@ class ModelFolders(Protocol):
 
 
 def model_folders() -> ModelFolders:
-    """Return what reads and writes Hugging Face folders.
+    """Return the reader and writer of Hugging Face folders.
 
     Raises:
-        CheckpointError: nothing that does is installed.
+        CheckpointError: none is installed.
     """
-    found = load_plug_ins("titan.extensions", of="checkpoint")
-    if not found:
+    found = load_part(ModelFolders)
+    if found is None:
         raise CheckpointError(
             "this titan was installed without titan/huggingface, which reads and writes Hugging Face folders"
         )
-    return found[0]
+    return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import Problem, SourceLocation, parent
+from .plug_ins import door
 
 
 @dataclass
@@ -56,6 +57,7 @@ def last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
+@door("load")
 class LoadExtension:
     """Changes to job files before their keys are checked, such as old names of keys.
 

@@ -34,9 +34,9 @@ from .errors import (
     parent,
 )
 from .keys import field_at, sections_with
-from .layer import ConfigLayer
+from .layer import ConfigLayer, LoadExtension
 from .messages import explain, likely_key
-from .plug_ins import load_plug_ins
+from .plug_ins import parts_of
 from .schema import JobConfig
 from .toml import parse_value, read_toml
 
@@ -106,7 +106,7 @@ def load_config(
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
     merged: dict[str, Any] = {}
-    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="load")]
+    extensions = [*parts_of(LoadExtension)]
     for layer in layers:
         for extension in extensions:
             warnings, mistakes = extension.rename(layer)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import Problem, UnknownValue
-from .plug_ins import load_plug_ins
+from .plug_ins import door, parts_of
 from .schema import JobConfig
 from .schema_course import PhaseSection
 from .toml import format_value
@@ -263,6 +263,15 @@ def longest_sequence(config: JobConfig) -> int:
     return max(sequence_lengths(config))
 
 
+@door("estimate")
+class EstimateMemory(Protocol):
+    """Function that estimates the memory of the fullest rank of a job, in GiB by category, with the "total"."""
+
+    def __call__(
+        self, config: JobConfig, model_config: Any, layout: Layout, /
+    ) -> dict[str, float]: ...
+
+
 def memory_of(phases: Sequence[Phase], model: Any) -> list[dict[str, float]]:
     """Return the estimated memory of the fullest rank in each phase, in GiB by category, with the "total".
 
@@ -271,11 +280,10 @@ def memory_of(phases: Sequence[Phase], model: Any) -> list[dict[str, float]]:
         model: sizes of the model.
 
     Returns:
-        The estimates of an entry point of the group `titan.extensions`, estimate.NAME. Without one, an empty list.
+        The estimates of the installed part. Without one, an empty list.
     """
-    estimators = load_plug_ins("titan.extensions", of="estimate")
     return [
         estimate(phase.config, model, phase.layout)
-        for estimate in estimators
+        for estimate in parts_of(EstimateMemory)
         for phase in phases
     ]

@@ -12,17 +12,8 @@ same, and no other part of titan imports them:
     titan.sections     SECTION.NAME = a base.py `Section`, whose keys are added to [SECTION]. A section of a new name is
                        a new table of the job
     titan.supervisors  NAME = the class that watches over each rank of a run: a titan.run.supervisor.Supervisor
-    titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
-                       command names. More: launch.NAME = a module whose functions `launch` and `launch_command` start the processes of
-                       --nproc. optimizer.NAME = a function that
-                       builds one of titan's optional optimizers. layout.NAME = a module whose function `resolve` chooses a layout.
-                       failure.NAME = a function that returns the titan.base.failure.RunFailure that explains an exception,
-                       or None. chat.NAME = a module that
-                       reads conversations. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = a
-                       module whose functions are behind `titan check --hf` (main) and `titan init --hf` (job_of). estimate.NAME = a function that estimates the memory of a job.
-                       certify.NAME = a function of the `Certifier` that returns the first row of a certificate, or None. prepare.NAME
-                       = a class that prepares and joins shares of a text.
-                       measured.NAME = a function that reads the parts of a step from a run's trace. python.NAME = a function
+    titan.extensions   KIND.NAME = an optional part. The code that asks for a part declares its contract, a Protocol or a base
+                       class, with `@door("KIND")`. docs/architecture.md has the table of kinds. python.NAME = a function
                        titan.sim.NAME
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
@@ -32,9 +23,12 @@ same, and no other part of titan imports them:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 GROUPS = (
     "titan.hooks",
@@ -51,6 +45,7 @@ GROUPS = (
     "titan.pictures",
     "torch_dynamo_backends",
 )
+DOORS: dict[type, str] = {}
 
 
 @cache
@@ -103,34 +98,53 @@ def load_plug_ins(group: str, *, of: str = "") -> list[Any]:
     return [load_plug_in(entry) for entry in plug_ins(group, of=of)]
 
 
-def load_part(of: str, *, key: str, missing: str) -> Any:
-    """Import the first part of a kind, among the entry points of `titan.extensions`.
+def door(kind: str) -> Callable[[type[T]], type[T]]:
+    """Make a class the contract of the entry points KIND.NAME of `titan.extensions`.
+
+    A base class has subclasses as its parts, which are created without arguments. A Protocol has objects, functions or
+    modules as its parts, which are taken as they are. tests/test_doors.py holds each installed part against its contract.
+    """
+
+    def declare(contract: type[T]) -> type[T]:
+        DOORS[contract] = kind
+        return contract
+
+    return declare
+
+
+def parts_of(contract: type[T]) -> Iterator[T]:
+    """Import the installed parts of a contract, one by one in the order of their names.
 
     Args:
-        of: The kind, such as "launch".
+        contract: A class declared with `door`.
+    """
+    for entry in plug_ins("titan.extensions", of=DOORS[contract]):
+        part = load_plug_in(entry)
+        is_subclass = isinstance(part, type) and contract in part.__mro__
+        yield part() if is_subclass else part
+
+
+def load_part(contract: type[T]) -> T | None:
+    """Import the first installed part of a contract. None: no package has one."""
+    return next(parts_of(contract), None)
+
+
+def require_part(contract: type[T], *, key: str, missing: str) -> T:
+    """Import the first installed part of a contract.
+
+    Args:
+        contract: A class declared with `door`.
         key: Key or option that needs it.
         missing: What is missing, and what to do instead.
 
     Raises:
-        ConfigError: No part of the kind is installed.
+        ConfigError: No package has one.
     """
-    for entry in plug_ins("titan.extensions", of=of):
-        return load_plug_in(entry)
+    if (part := load_part(contract)) is not None:
+        return part
     from .errors import COMMAND_LINE, ConfigError, Problem
 
     raise ConfigError([Problem(COMMAND_LINE, 0, key, missing)])
-
-
-def load_launcher(module: str, num_processes: int) -> Any:
-    """Import the module that starts several processes on this machine, such as titan.ops.launch.
-
-    Args:
-        module: Module that the processes run, with its arguments, for the error.
-        num_processes: Number of processes, for the error.
-    """
-    fix = f"torchrun --nproc-per-node={num_processes} -m {module}"
-    missing = f"the launcher of several processes is not installed; start them by `{fix}`"
-    return load_part("launch", key="--nproc", missing=missing)
 
 
 def is_ours(entry: EntryPoint) -> bool:

@@ -25,10 +25,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from titan.base.untrusted import InputError, printable
-from titan.config.plug_ins import load_part
 
 # Characters of a message. A file that anyone may have written can put any text into it.
 _MAX_CHARS = 2000
@@ -67,16 +65,6 @@ def require(module: str, *, purpose: str, extra: str = "huggingface") -> ModuleT
             f"{purpose} needs '{module}', which cannot be imported ({error}); "
             f"install it with: pip install 'titan-pretrain[{extra}]'"
         ) from error
-
-
-def conversations() -> Any:
-    """Import titan's part for conversations, a plug-in of the kind "chat": its chat template, and its reader of rows.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    missing = "the part of titan/contrib for conversations is not installed; read plain text by text_key"
-    return load_part("chat", key="messages_key", missing=missing)
 
 
 def default_cache_folder() -> Path:

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from titan.config import schema as s
-from titan.data import DataError, conversations
+from titan.data import DataError
 from titan.data.base import DatasetPhase, Samples, Source
 from titan.data.cache import cached_shards
+from titan.data.conversations import conversations
 from titan.data.order import Blend, derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards
@@ -187,7 +188,7 @@ def spec_of(section: s.Section, options: SampleOptions) -> TokenizationSpec:
     """Return the settings by which the documents of a source become tokens."""
     if not s.reads_chats(section):
         return options.spec
-    template = conversations().ChatTemplate.of(options.tokenizer)
+    template = conversations().template_of(options.tokenizer)
     return replace(options.spec, template=template)
 
 

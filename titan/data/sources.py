@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import schema as s
-from titan.data import DataError, conversations, files, require
+from titan.data import DataError, files, require
+from titan.data.conversations import conversations
 from titan.data.reading import (
     Document,
     Meter,
@@ -126,7 +127,7 @@ def open_documents(section: s.Section) -> Documents:
         endings, read = _ROWS[section.type]
         found = files.find_files(section.path, endings=endings)
         if section.messages_key:
-            read = partial(read, take=conversations().TakeConversation())
+            read = partial(read, take=conversations().take_conversation())
             kind = f"{section.type} conversations"
             return _from_files(kind, *found, read, key=section.messages_key)
         documents = _from_files(section.type, *found, read, key=section.text_key)

@@ -29,13 +29,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from titan.base.signals import child_environment
 from titan.base.untrusted import rename
 from titan.data import DataError
+from titan.data.conversations import Template
 from titan.data.reading import Document, pieces_of
 from titan.data.shards import (
     FORMAT,
@@ -63,16 +64,6 @@ _CHUNK_PIECES, _CHUNK_CHARS = 256, 2**18
 
 ReadPosition = tuple[int, int]
 """Position of the reader: number of whole documents, and of pieces of the next document, that have been read."""
-
-
-class Template(Protocol):
-    """Chat template, which turns a conversation into tokens (titan.data.conversations)."""
-
-    source: str
-
-    def encode(self, chat: Any, *, where: str, unread: Counts | None = None) -> np.ndarray: ...
-
-    def unread_beside(self, chat: Any) -> list[str]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

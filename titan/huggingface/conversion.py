@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from titan.checkpoint.saved_model import (
     require_average,
 )
 from titan.checkpoint.storage import Location
-from titan.config.plug_ins import load_plug_ins
-from titan.config.schema import CheckpointSection
+from titan.config.plug_ins import door, parts_of
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.config.task import reads_text
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
@@ -154,6 +154,34 @@ def mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
 
+@door("convert")
+class WriteBeside(Protocol):
+    """Function that writes a file beside exported weights."""
+
+    def __call__(
+        self,
+        output: Path,
+        config: JobConfig,
+        run: Path,
+        /,
+        *,
+        what: str,
+        saved: dict[str, Any],
+        is_average: bool,
+    ) -> None:
+        """Write the file.
+
+        Args:
+            output: folder of the weights.
+            config: the job of the run.
+            run: folder of the run.
+            what: architecture, number of parameters and precision.
+            saved: what the checkpoint says of its step and tokens.
+            is_average: whether the weights are an average.
+        """
+        ...
+
+
 def to_hf(
     source: Location,
     output: Path,
@@ -217,8 +245,7 @@ def to_hf(
     saved = checkpoints.read_metadata(step, "step", "tokens")
     run = Path(str(step)).parents[1]
     about = {"what": f"{model.architecture}, {size}", "saved": saved, "is_average": average}
-    # What packages write beside the weights: each is called with the folder, the job, its run, and these facts.
-    for write in load_plug_ins("titan.extensions", of="convert"):
+    for write in parts_of(WriteBeside):
         write(output, find_saved(step)[0], run, **about)
     messages = [f"{output}: {model.architecture}, {size}"]
     if opened and not export.assets:

@@ -31,7 +31,7 @@ from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
-from titan.data import conversations
+from titan.data.conversations import conversations
 from titan.data.special_tokens import begin_ids
 from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titan.data.tokenizer_files import (

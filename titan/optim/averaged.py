@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.config.schema import JobConfig
 
 
@@ -39,9 +39,16 @@ class Average(Protocol):
         ...
 
 
+@door("step")
+class BuildAverage(Protocol):
+    """Function that builds the average that a job asks for, or returns None."""
+
+    def __call__(self, parts: Sequence[nn.Module], config: JobConfig, /) -> Average | None: ...
+
+
 def build_average(parts: Sequence[nn.Module], config: JobConfig) -> Average | None:
     """Return the average that a job asks for, or None."""
-    built = [build(parts, config) for build in load_plug_ins("titan.extensions", of="step")]
+    built = (build(parts, config) for build in parts_of(BuildAverage))
     return next(filter(None, built), None)
 
 

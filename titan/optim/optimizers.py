@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from titan.config.plug_ins import load_part
+from titan.config.plug_ins import door, require_part
 from titan.config.schema import (
     AdamOptions,
     AdamSection,
@@ -83,8 +83,8 @@ def build_optimizer(
     if build is not None:
         optimizer = build(list(named.values()))
     elif isinstance(section, MuonSection):
-        build = _part("Muon")
-        optimizer = build(section, named, seed=seed, backend=backend)
+        build_muon = _part(BuildMuon)
+        optimizer = build_muon(section, named, seed=seed, backend=backend)
     else:
         assert isinstance(section, AdamOptions)
         optimizer = build_adam(section, named, lr=section.lr, seed=seed, backend=backend)
@@ -166,7 +166,7 @@ def build_adam(
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
             groups, foreach=section.implementation == "foreach", **options
         )
-    return _part("small")(
+    return _part(BuildSmallAdam)(
         groups,
         state_dtype=state_dtype or weight_dtypes.pop(),
         decoupled=decoupled,
@@ -176,10 +176,47 @@ def build_adam(
     )
 
 
-def _part(name: str) -> Any:
+T = TypeVar("T")
+
+
+@door("optimizer.Muon")
+class BuildMuon(Protocol):
+    """Function that builds Muon for the matrices of a rank's blocks, and Adam for its other parameters."""
+
+    def __call__(
+        self,
+        section: MuonSection,
+        named: Mapping[str, nn.Parameter],
+        /,
+        *,
+        seed: int,
+        backend: str,
+    ) -> torch.optim.Optimizer: ...
+
+
+@door("optimizer.small")
+class BuildSmallAdam(Protocol):
+    """Function that builds Adam with moments of fewer bits. It takes the arguments of torch's Adam beside these."""
+
+    def __call__(
+        self,
+        parameters: Iterable[Any],
+        /,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        state_dtype: torch.dtype,
+        decoupled: bool,
+        seeds: RoundingSeeds | None,
+        compiled: bool,
+    ) -> torch.optim.Optimizer: ...
+
+
+def _part(contract: type[T]) -> T:
     """Return the function that builds an optimizer of titan's optional parts."""
     missing = 'its part of titan/contrib is not installed; use "AdamW", without state_dtype and stochastic_rounding'
-    return load_part(f"optimizer.{name}", key="optimizer.name", missing=missing)
+    return require_part(contract, key="optimizer.name", missing=missing)
 
 
 def _state_dtype(section: AdamOptions) -> torch.dtype | None:

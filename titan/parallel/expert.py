@@ -32,7 +32,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from .collectives import AsyncAllToAll, all_to_all_tokens, start_all_to_all, wait
 from .context import shard_sequence
 from .mesh import axis_rank, axis_size
-from .module_kinds import ExpertModule, RoutedExperts, modules_of, stacked_experts
+from .module_kinds import (
+    ExpertModule,
+    RoutedExperts,
+    RouterModule,
+    is_kind,
+    modules_of,
+    stacked_experts,
+)
 from .selective import outside_selection
 from .token_order import host_counts, inverted, permute, transposed_blocks
 
@@ -51,7 +58,7 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
     """
     found = modules_of(model, moe_type)
     dispatching: dict[str, Any] = {
-        name: m for name, m in found.items() if isinstance(m, ExpertModule)
+        name: m for name, m in found.items() if is_kind(m, ExpertModule)
     }
     # nn.Module means any module that dispatches tokens.
     lacking = [name for name in found if name not in dispatching and moe_type is not nn.Module]
@@ -305,9 +312,9 @@ def keep_routes(
     moes = [*modules_of(block, RoutedExperts).values()]
     for moe in moes:
         moe.route_sources.insert(0, KeptRoutes())
-        if "router" in moe._modules:
-            # The recomputation leaves the choice out, so a selective checkpoint must not count its operations.
-            moe.router.choose = outside_selection(moe.router.choose)
+    for router in modules_of(block, RouterModule).values():
+        # The recomputation leaves the choice out, so a selective checkpoint must not count its operations.
+        router.choose = outside_selection(router.choose)
     return _contexts if moes else None
 
 

@@ -5,37 +5,72 @@ apply_ep, the overlap of experts, float8, document masks and context parallelism
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, nn
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:
+    from .block_attention import AttentionSpec
+
+T = TypeVar("T")
 
 
 @runtime_checkable
 class ExpertModule(Protocol):
     """Module that sends each token to some of its experts. Expert parallelism replaces the function that sends them."""
 
-    dispatcher: Any
+    dispatcher: Callable[..., Tensor]
+
+
+class RouteSource(Protocol):
+    """Source of routes in place of the router's choice, which also observes the routes taken."""
+
+    def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
+        """Return the experts of a module's input (B, S, D) as ids (T, K), or None to let the router choose."""
+        ...
+
+    def put(self, moe: Any, ids_TK: Tensor) -> None:
+        """Observe the experts that tokens took."""
+        ...
 
 
 @runtime_checkable
 class RoutedExperts(Protocol):
     """Module that counts the tokens of each expert in its buffer `loads`, and asks its sources which experts a token takes."""
 
-    route_sources: list[Any]
+    route_sources: list[RouteSource]
+
+
+@runtime_checkable
+class RouterModule(Protocol):
+    """Module that chooses the experts of each token."""
+
+    choose: Callable[..., Tensor]
 
 
 @runtime_checkable
 class GroupedExperts(Protocol):
-    """Stacked experts, which multiply tokens of these dtypes in one kernel for all experts."""
+    """Stacked experts, which multiply tokens of these dtypes in one kernel for all experts.
 
-    grouped_dtypes: tuple[Any, ...]
+    Attributes:
+        grouped_dtypes: the dtypes.
+        grouped: the function of the kernel.
+        w1: weights of the gate, (E, F, D).
+    """
+
+    grouped_dtypes: tuple[torch.dtype, ...]
+    grouped: Callable[..., Tensor]
+    w1: nn.Parameter
 
 
 @runtime_checkable
 class MaskedAttention(Protocol):
     """Attention that says which keys a query sees."""
 
-    spec: Any
+    spec: AttentionSpec
 
 
 class SequenceModule(nn.Module):
@@ -50,11 +85,16 @@ class SequenceModule(nn.Module):
         raise NotImplementedError
 
 
-def modules_of(model: nn.Module, kind: Any) -> dict[str, Any]:
+def is_kind(module: object, kind: type[T]) -> TypeIs[T]:
+    """Return whether a module is of a kind, by its class or its attributes."""
+    return isinstance(module, kind)
+
+
+def modules_of(model: nn.Module, kind: type[T]) -> dict[str, T]:
     """Return the modules of a kind in a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    return {name: module for name, module in model.named_modules() if is_kind(module, kind)}
 
 
-def stacked_experts(module: nn.Module) -> Any:
+def stacked_experts(module: Any) -> Any:
     """Return the module that holds the parameters of all experts: the child `experts`, or the module itself."""
     return dict(module.named_children()).get("experts", module)

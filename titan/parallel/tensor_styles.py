@@ -50,7 +50,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from .float8 import cast_before_gather
-from .module_kinds import ExpertModule
+from .module_kinds import ExpertModule, is_kind
 
 SEQUENCE_DIM = 1
 
@@ -353,7 +353,7 @@ class LocalWeights(ParallelStyle):
             return x.to_local(grad_placements=(Partial(),) if is_partial else None)
 
         parts = module.modules() if self.inside else [module]
-        for part in [m for m in parts if not isinstance(m, ExpertModule)]:
+        for part in [m for m in parts if not is_kind(m, ExpertModule)]:
             names = [name for name, _ in part.named_parameters(recurse=False)]
             for name in names:
                 # src_data_rank=None: every rank has the whole weight, so nothing is sent.

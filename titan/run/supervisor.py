@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from titan.base.errors import Failure
 from titan.base.failure import RunFailure
 from titan.base.signals import StopRequest
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, load_plug_ins, parts_of
 
 if TYPE_CHECKING:  # `explain` must not need the keys of packages, which may be what is wrong
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,12 +78,16 @@ def supervisor_class() -> type[Supervisor]:
     return next(iter(load_plug_ins("titan.supervisors")), Supervisor)
 
 
-def explain(error: Exception) -> RunFailure | None:
-    """Return the failure that explains an error in a line: the error itself, or what a package knows of it.
+@door("failure")
+class ExplainFailure(Protocol):
+    """Function that returns the failure that explains an error, or None if it does not know the error."""
 
-    A package registers a function of the error under the entry point group `titan.extensions` as failure.NAME.
-    """
+    def __call__(self, error: Exception, /) -> RunFailure | None: ...
+
+
+def explain(error: Exception) -> RunFailure | None:
+    """Return the failure that explains an error in a line: the error itself, or what a package knows of it."""
     if isinstance(error, RunFailure):
         return error
-    found = (of(error) for of in load_plug_ins("titan.extensions", of="failure"))
+    found = (explained_by(error) for explained_by in parts_of(ExplainFailure))
     return next((failure for failure in found if failure), None)

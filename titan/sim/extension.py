@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 
 if TYPE_CHECKING:
     from titan.config.schema import JobConfig
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .simulate import Facts, Simulation, StepSimulation
 
 
+@door("sim")
 class SimExtension:
     """Additional options, facts and files of a simulation. A subclass overrides the methods that it needs.
 
@@ -83,4 +84,4 @@ class SimExtension:
 
 def sim_extensions() -> list[SimExtension]:
     """Return an instance of each installed extension."""
-    return [extension() for extension in load_plug_ins("titan.extensions", of="sim")]
+    return [*parts_of(SimExtension)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.loss import loss_function
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
@@ -43,6 +43,13 @@ from titan.losses.loss import (
 from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import submesh
 from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task
+
+
+@door("validation")
+class Generate(Protocol):
+    """Function that writes texts during a validation. It returns them by their prompts."""
+
+    def __call__(self, run: SampleContext, /) -> Mapping[str, str]: ...
 
 
 class NextToken(Task):
@@ -178,9 +185,9 @@ class NextToken(Task):
         }
 
     def generate(self, run: SampleContext) -> Mapping[str, str]:
-        """Return texts by their prompts, of the installed parts that generate (validation.NAME of `titan.extensions`)."""
-        texts = {}
-        for generate in load_plug_ins("titan.extensions", of="validation"):
+        """Return texts by their prompts, of the installed parts that generate."""
+        texts: dict[str, str] = {}
+        for generate in parts_of(Generate):
             texts |= generate(run)
         return texts
 

@@ -29,7 +29,8 @@ from titan.checkpoint.storage import Location
 from titan.config.model import family, tensor_plan_of
 from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
-from titan.data import DataError, conversations
+from titan.data import DataError
+from titan.data.conversations import conversations
 from titan.data.files import is_jsonl
 from titan.data.reading import read_row
 from titan.data.special_tokens import begin_ids, start_ids
@@ -146,7 +147,7 @@ class Answers:
     @property
     def template(self) -> Any:
         """Return the tokenizer's chat template. It raises DataError if the tokenizer has none."""
-        self._template = self._template or conversations().ChatTemplate.of(self.tokenizer)
+        self._template = self._template or conversations().template_of(self.tokenizer)
         return self._template
 
     def of_text(self, text: str) -> _Prompt:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.config.schema import JobConfig
 
 
+@door("check")
 class CheckExtension:
     """Additional facts about a valid job, and their lines on the page.
 
@@ -25,4 +26,4 @@ class CheckExtension:
 
 def check_extensions() -> list[CheckExtension]:
     """Return an instance of each installed extension."""
-    return [extension() for extension in load_plug_ins("titan.extensions", of="check")]
+    return [*parts_of(CheckExtension)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from titan.checkpoint.saved_model import AVERAGE_OPTION, LOCATION_OPTION, TOKENIZER_OPTION
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.options import TRUST_OPTION, command_parser, positive
-from titan.config.plug_ins import load_launcher
+from titan.run.launch_extension import launcher
 
 if TYPE_CHECKING:
     import torch
@@ -153,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device = _check(args)
     if args.nproc > 1 and "RANK" not in os.environ:
-        launcher = load_launcher("titan.cli generate ...", args.nproc)
-        return launcher.launch_command("generate", argv, num_processes=args.nproc)
+        start = launcher("titan.cli generate ...", args.nproc)
+        return start.launch_command("generate", argv, num_processes=args.nproc)
     import torch.distributed as dist
 
     from titan.parallel.init_distributed import start_process_group

@@ -16,13 +16,15 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from titan.base.hardware import require_memory, usable_cores
 from titan.config.options import add_quiet, command_parser, positive, whole
-from titan.config.plug_ins import load_part
+from titan.config.plug_ins import door, require_part
 from titan.config.schema import Section
-from titan.data import DataError, conversations
+from titan.data import DataError
 from titan.data.cache import display, exclusive
+from titan.data.conversations import conversations
 from titan.data.reading import Document
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_documents, resolve_sources, source_of_path
@@ -151,6 +153,36 @@ def _summary(folder: Path, index: Index, unread: list[str]) -> str:
     return "\n".join(lines)
 
 
+class SharedPreparation(Protocol):
+    """Preparation of a text in shares."""
+
+    def write(self, share: int, shares: int, *, workers: int) -> str | None:
+        """Tokenize a share, unless it is done.
+
+        Args:
+            share: number of the share, from 1.
+            shares: number of all shares.
+            workers: number of processes that tokenize.
+
+        Returns:
+            A line that says what is left to do, or None if all shares are done.
+        """
+        ...
+
+    def join(self) -> Index:
+        """Join the shares to shards, unless that is done."""
+        ...
+
+
+@door("prepare")
+class DivideText(Protocol):
+    """Function that divides the preparation of a text into shares."""
+
+    def __call__(
+        self, documents: Documents, spec: TokenizationSpec, folder: Path, shard_tokens: int, /
+    ) -> SharedPreparation: ...
+
+
 def _prepare(arguments: Namespace) -> str:
     """Write the shards, or a share of them. Return a summary."""
     share = arguments.share
@@ -161,7 +193,7 @@ def _prepare(arguments: Namespace) -> str:
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
     documents, folder, template = _open(arguments), arguments.output, None
     if arguments.messages_key:
-        template = conversations().ChatTemplate.of(tokenizer)
+        template = conversations().template_of(tokenizer)
     spec = TokenizationSpec(
         tokenizer=tokenizer,
         special_tokens=SpecialTokens.of(
@@ -175,8 +207,8 @@ def _prepare(arguments: Namespace) -> str:
         require_memory("--workers", workers)
     if share or (folder / "parts/plan.json").is_file():
         missing = "no installed part divides a preparation into shares"
-        kind = load_part("prepare", key="--share", missing=missing)
-        shares = kind(documents, spec, folder, arguments.shard_tokens)
+        divide = require_part(DivideText, key="--share", missing=missing)
+        shares = divide(documents, spec, folder, arguments.shard_tokens)
         if share and (left := shares.write(*share, workers=workers)):
             return left
         index = shares.join()

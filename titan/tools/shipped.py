@@ -6,15 +6,16 @@ It is written as it is, for your own text with a tokenizer for it (--text), or f
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import titan
 from titan.base.untrusted import InputError
 from titan.config.options import command_parser, mistake, positive
-from titan.config.plug_ins import load_part
+from titan.config.plug_ins import door, plug_ins, require_part
 from titan.config.toml import format_value
 
 STARTER = "starter"
@@ -95,10 +96,23 @@ def _changed(text: str, changes: Changes) -> str:
     return "\n".join([*lines, ""])
 
 
-def folders() -> Any:
+@door("folder")
+class FolderCommands(Protocol):
+    """Functions behind `titan check --hf` and `titan init --hf`."""
+
+    def main(self, options: Namespace) -> int:
+        """Print which model of titan a folder has. Return the exit code."""
+        ...
+
+    def job_of(self, path: Path) -> dict[str, dict[str, Any]]:
+        """Return the sections of a job for the model of a folder."""
+        ...
+
+
+def folders() -> FolderCommands:
     """Import the module that reads Hugging Face folders, or raise ConfigError if it is not installed."""
     missing = "this titan was installed without titan/huggingface, which reads folders"
-    return load_part("folder", key="--hf", missing=missing)
+    return require_part(FolderCommands, key="--hf", missing=missing)
 
 
 def init(argv: list[str]) -> int:
@@ -189,7 +203,9 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
         if sum(in_validation(document, fraction=share) for document in some) > 7:
             is_stdlib, text = source.type == "stdlib", next(pieces_of(some[0]))
             prompt = "def __init__(self" if is_stdlib else " ".join(text[:20].split()) or "The"
-            changes["validation"] = {"enable": True, "prompts": [prompt]}
+            samples = {"prompts": [prompt], "prompt_tokens": 24}
+            has_samples = plug_ins("titan.sections", of="validation")
+            changes["validation"] = {"enable": True} | (samples if has_samples else {})
             changes["data"] = data | {"validation_fraction": share}
             if data:
                 changes["training"] = {"dataset": None, "dataset_path": None}

@@ -41,7 +41,7 @@ from titan.config.options import (
     positive,
     put_json,
 )
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.data import DataError
@@ -58,6 +58,7 @@ _MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
 _ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
 
 
+@door("evaluate")
 class EvaluateExtension:
     """More tasks of `titan evaluate`.
 
@@ -82,7 +83,7 @@ class EvaluateExtension:
 
 def extensions() -> list[EvaluateExtension]:
     """Return an instance of each extension that is installed."""
-    return [extension() for extension in load_plug_ins("titan.extensions", of="evaluate")]
+    return [*parts_of(EvaluateExtension)]
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:

@@ -35,7 +35,7 @@ from titan.checkpoint.state import model_state
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.layout import resolve_layout
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.config.schema import JobConfig, LossSection
 from titan.config.task import task_module
 from titan.huggingface import hf_folders
@@ -64,6 +64,7 @@ Pair = tuple[Tensor, Tensor, Tensor, Tensor]
 _NOT_OF_THE_MODEL = ("architectures", "dtype", "transformers_version", "quantization_config")
 
 
+@door("judge")
 class Judge(Protocol):
     """Program that computes the same as a family of titan.
 
@@ -122,8 +123,7 @@ def certify(certifier: Certifier) -> CertifiedLayout | None:
 
 def judge_of(config: JobConfig) -> Judge:
     """Return the program that a job's model comes from: transformers, unless another one knows it."""
-    judges = load_plug_ins("titan.extensions", of="judge")
-    return next((judge for judge in judges if judge.knows(config)), CausalJudge())
+    return next((judge for judge in parts_of(Judge) if judge.knows(config)), CausalJudge())
 
 
 def _lacks(config: JobConfig) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titan.models.common import moe
 from titan.models.common.dispatch import count, dispatch, in_chunks, run_experts
-from titan.parallel.module_kinds import ExpertModule, modules_of
+from titan.parallel.module_kinds import ExpertModule, is_kind, modules_of
 from titan.parallel.traits import BlockTraits
 
 from .attention import is_probing
@@ -94,7 +94,7 @@ def traits_of_experts(block: nn.Module) -> BlockTraits:
     ]
     recomputed = []
     for path, module in block.named_modules():
-        if isinstance(module, ExpertModule):
+        if is_kind(module, ExpertModule):
             parent = path.rpartition(".")[0]
             beside = [
                 name

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from titan.parallel.module_kinds import ExpertModule
+from titan.parallel.module_kinds import ExpertModule, is_kind
 from titan.parallel.tensor import style_names
 
 from .errors import WrongKeyError
@@ -191,7 +191,7 @@ class _Plan:
         if any(part.recurrence is not None for part in within):
             self._recurrence(name, inside)
             return
-        experts = [n for n, m in inside.items() if isinstance(m, ExpertModule)]
+        experts = [n for n, m in inside.items() if is_kind(m, ExpertModule)]
         attends = any(part.attention is not None for part in within)
         if experts:
             if attends:

@@ -17,7 +17,7 @@ from importlib.metadata import distributions
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import titan
 from titan.base.run_folder import git_state
@@ -35,7 +35,7 @@ from titan.config.options import (
     put_json,
 )
 from titan.config.phases import degrees_of
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
 from titan.config.schema_comm import NcclGroupSection
@@ -81,6 +81,13 @@ class CertifiedLayout:
         if self.draw > 1:
             parts.append(f"draw {self.draw}: a rounding may explain the differences before")
         return f"{self.verdict} ({'; '.join(parts)})"
+
+
+@door("certify")
+class CertifySource(Protocol):
+    """Function that compares with the program that a model comes from. None: it does not know the model."""
+
+    def __call__(self, certifier: Certifier, /) -> CertifiedLayout | None: ...
 
 
 class Certifier:
@@ -134,7 +141,7 @@ class Certifier:
 
     def certify_source(self) -> CertifiedLayout:
         """Return the verdict about one process and the program that the model comes from."""
-        for certify in load_plug_ins("titan.extensions", of="certify"):
+        for certify in parts_of(CertifySource):
             if row := certify(self):
                 return row
         return CertifiedLayout(

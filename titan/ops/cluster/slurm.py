@@ -22,7 +22,7 @@ from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import parse_args
 from titan.config.options import JOB, add_new_layout, command_parser, mistake, positive, whole
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.search import auto
@@ -41,6 +41,7 @@ _PATTERNS = {
 }
 
 
+@door("slurm")
 class SlurmExtension:
     """More of a script for sbatch, and scripts beside it.
 
@@ -159,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError: the job or an option is wrong. titan.cli reports it.
     """
-    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="slurm")]
+    extensions = [*parts_of(SlurmExtension)]
     options, job = _parse(list(sys.argv[1:] if argv is None else argv), extensions)
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
     device = "cuda" if options.gpus_per_node else "cpu"

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import door, parts_of
 from titan.observe.rows import read_rows
 from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
 from titan.sim.record.trace import KernelKind, Launch
@@ -26,6 +27,13 @@ _PART: dict[KernelKind, str] = {
     "host_copy": "copies",
 }
 """Part of a step that a kind of kernel counts to. All others are elementwise."""
+
+
+@door("measured")
+class MeasuredParts(Protocol):
+    """Function that returns a rank of a run and the seconds of each of its PARTS, or None without a trace."""
+
+    def __call__(self, run: Path, /) -> tuple[int, dict[str, float]] | None: ...
 
 
 def compare(simulation: Simulation, run: Path) -> list[Facts]:
@@ -43,7 +51,7 @@ def compare(simulation: Simulation, run: Path) -> list[Facts]:
     later = [row for row in logged[len(logged) // 2 :] if row.get("step_s")]
     step_s = median(row["step_s"] for row in later) if later else 0.0
     rows = [("step", "s", simulation.timeline.step_s, step_s)]
-    for measured_parts in load_plug_ins("titan.extensions", of="measured"):
+    for measured_parts in parts_of(MeasuredParts):
         if (found := measured_parts(run)) is None:
             continue
         rank, parts_s = found

@@ -140,6 +140,18 @@ def resolve(
     return [*job, *choice.overrides], None if kept else choice
 
 
+def resolve_here(
+    job: Sequence[str], *, world_size: int, keep: bool
+) -> tuple[list[str], ChosenLayout | None]:
+    """Return a job with its layout on this machine, and the choice if it is new. `resolve` says more."""
+    return resolve(
+        job,
+        world_size=world_size,
+        profile=lambda config: profile_here(config, world_size),
+        keep=keep,
+    )
+
+
 def choose(
     job: Sequence[str], config: JobConfig, profile: Profile, *, world_size: int, simulate: bool
 ) -> ChosenLayout:
