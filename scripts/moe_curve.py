@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan.observe.rows import read_rows
+from titan.base.rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 OUT, PICTURES = ROOT / "outputs" / "moe_curve", ROOT / "docs" / "pictures"

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titan.base.rows import read_rows
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.data.text import describe_sources
-from titan.observe.rows import read_rows
 
 FIGURES = ("loss", "validation_loss", "bits_per_byte")
 

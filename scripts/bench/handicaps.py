@@ -18,9 +18,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
+from titan.base.rows import read_rows
 from titan.cli import main as titan
 from titan.contrib.scaling import paired
-from titan.observe.rows import read_rows
 from titan.tools.plot import points
 
 STEPS, LENGTHS, TRAINED, OTHERS = 200, (0.5, 0.75, 1, 1.5, 2, 3), (0, 1, 2), (100, 101, 102)

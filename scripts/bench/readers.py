@@ -112,9 +112,9 @@ def json_lines(folder: Path) -> Callable[[], object]:
 
 
 def resume(folder: Path) -> Callable[[], object]:
+    from titan.base.rows import cut_after
+    from titan.base.run_folder import RunFolder
     from titan.checkpoint.manifest import list_steps
-    from titan.observe.rows import cut_after
-    from titan.observe.run_log import read_events
 
     # A resume from the last checkpoint but one: the newest rows go.
     step = sum(1 for _ in (folder / "metrics.jsonl").open("rb")) - 10
@@ -122,7 +122,7 @@ def resume(folder: Path) -> Callable[[], object]:
     def work() -> None:
         list_steps(str(folder / "checkpoint"))
         cut_after(folder / "metrics.jsonl", step=step)
-        read_events(folder / "events.jsonl")
+        RunFolder(folder).events()
 
     return work
 

@@ -46,9 +46,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.hardware import by_name, recognise
+from titan.base.rows import read_rows
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
-from titan.observe.rows import read_rows
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected.json"

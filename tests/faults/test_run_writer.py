@@ -16,8 +16,8 @@ import torch
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.trainers import Trainer
+from titan.base.run_folder import RunFolder
 from titan.base.run_writer import RunFiles
-from titan.observe.run_log import read_events
 from titan.ops.run_lock import RunLock
 
 FILES = ("status.json", "config.toml", "environment.json", "metrics.jsonl", "events.jsonl")
@@ -87,7 +87,7 @@ def test_each_write_may_fail_once(
         assert faults.calls > 5 * stride
         assert all((folder / name).is_file() for name in (*FILES, *LOGS))
         assert [row["step"] for row in read_json_lines(folder / "metrics.jsonl")] == [1, 2]
-        events = [row["event"] for row in read_events(folder / "events.jsonl")]
+        events = [row["event"] for row in RunFolder(folder).events()]
         assert events == ["start", "save", "end"]
 
 

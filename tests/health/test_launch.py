@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from titan.base.errors import LOST_CONNECTION
-from titan.base.run_folder import State, read_status, write_status
+from titan.base.run_folder import RunFolder, State, write_status
 from titan.ops import launch
 
 FAKE_TORCHRUN = """
@@ -122,9 +122,9 @@ def test_a_killed_torchrun_is_told_by_its_parent(
         assert launch.launch([], num_processes=2, dump_folder=str(tmp_path)) == 1
         [said] = capsys.readouterr().err.splitlines()
         assert "which `titan train` starts the ranks with, was ended by SIGKILL" in said
-        status = read_status(tmp_path)
-        assert (status["state"], status["step"]) == (left, 7)
-    assert status["reason"] == ""  # pyrefly: ignore[unbound-name]
+        status = RunFolder(tmp_path).status
+        assert (status.state, status.step) == (left, 7)
+    assert status.reason == ""  # pyrefly: ignore[unbound-name]
 
 
 @pytest.mark.parametrize(
@@ -143,4 +143,4 @@ def test_a_killed_rank_outranks_the_reports_of_its_peers(
     }
     job = ["train_configs/debug_model.toml", f"--job.dump_folder={tmp_path}"]
     launch._write_failures(job, failures, num_oom_kills=0)
-    assert read_status(tmp_path)["reason"] == reason
+    assert RunFolder(tmp_path).status.reason == reason

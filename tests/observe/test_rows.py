@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from titan.observe import rows as module
-from titan.observe.rows import cut_after, read_rows, with_groups
+from titan.base import rows as module
+from titan.base.rows import cut_after, read_rows
+from titan.base.run_folder import RunFolder
 from titan.tools import row_files
 from titan.tools.row_files import RowFile, Tail
 
@@ -115,7 +116,7 @@ def test_many_rows_take_little_memory(path: Path) -> None:
         for _ in range(299):
             file.write(block)
     code = (
-        "import json, sys; from pathlib import Path; from titan.observe.rows import *; from titan.tools.row_files import *\n"
+        "import json, sys; from pathlib import Path; from titan.base.rows import *; from titan.tools.row_files import *\n"
         "used = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
         "path, before = Path(sys.argv[1]), used()\n"
         "rows = RowFile(path); rows.update(); rows.thin.rows(); cut_after(path, step=999)\n"
@@ -142,4 +143,4 @@ def test_runs_and_groups_take_the_place_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "status.json").touch()
     for folder, runs in (("", "a b"), ("b", "b"), ("c", "c/group-9 c/group-10"), ("x", "x")):
-        assert with_groups([tmp_path / folder]) == [tmp_path / run for run in runs.split()]
+        assert RunFolder.find([tmp_path / folder]) == [tmp_path / run for run in runs.split()]

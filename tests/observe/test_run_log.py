@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.metrics import Clock
+from titan.base.run_folder import RunFolder
 from titan.base.run_writer import run_files
-from titan.observe.run_log import PARTS, EventLog, goodput, read_events
+from titan.observe.run_log import PARTS, EventLog, goodput
 
 
 def begin(folder: Path, clock: Clock, *, step: int, started: float) -> EventLog:
@@ -44,7 +45,7 @@ def test_one_start(tmp_path: Path) -> None:
     expected = {"setup": 10, "compile": 19, "data_wait": 5, "trained": 90, "validation": 10}
     assert parts(events) == expected | {"checkpoint": 6}
     assert "goodput 64.3% of 140 s" in events.summary()
-    rows = read_events(tmp_path / "events.jsonl")
+    rows = RunFolder(tmp_path).events()
     assert [(r["event"], r["step"]) for r in rows] == [("start", 0), ("save", 50), ("end", 60)]
     assert rows[-1]["state"] == "done" and sum(rows[-1]["seconds"].values()) == 140
 
@@ -138,8 +139,8 @@ def test_another_run_in_the_folder_of_a_finished_one(tmp_path: Path) -> None:
     begin(tmp_path, Clock(), step=0, started=1000).end("done", step=5)
     fresh = begin(tmp_path, Clock(2000), step=0, started=2000)
     assert fresh.restarts == 0 and sum(fresh.seconds.values()) == 0
-    assert [r["event"] for r in read_events(tmp_path / "events.jsonl")] == ["start"]
-    assert len(read_events(tmp_path / "events.previous.jsonl")) == 2
+    assert [r["event"] for r in RunFolder(tmp_path).events()] == ["start"]
+    assert len((tmp_path / "events.previous.jsonl").read_text().splitlines()) == 2
 
 
 def test_odd_rows_do_no_harm(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_odd_rows_do_no_harm(tmp_path: Path) -> None:
             file.write(f'{{"event": "end", "unix_s": 1, {row}}}')  # also torn: it has no end
         beat(tmp_path, step=-1, unix_s=math.nan)
         run_files(tmp_path).report()
-    assert len(read_events(tmp_path / "events.jsonl")) == len(odd)
+    assert len(RunFolder(tmp_path).events()) == len(odd)
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:

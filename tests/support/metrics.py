@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from titan.base.rows import Row
 from titan.observe.columns import empty_row
-from titan.observe.rows import Row
 
 
 def step_row(step: int, **changes: Any) -> Row:

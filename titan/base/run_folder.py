@@ -1,4 +1,4 @@
-"""Files in which a run folder describes its run: environment.json, status.json and a log for each rank."""
+"""Run folder: its readers (`RunFolder`), and the writers of environment.json, status.json and a log for each rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AllowInfNan, Field
 
 import titan
+from titan.base.rows import Row, read_rows
 from titan.base.run_writer import LineHandler, run_files
 from titan.base.untrusted import (
     MAX_TEXT,
@@ -27,10 +30,18 @@ from titan.base.untrusted import (
     Rank,
     parse_json,
     printable,
+    read_bytes,
     read_json,
     tail_lines,
 )
 
+CONFIG, METRICS, EVENTS = "config.toml", "metrics.jsonl", "events.jsonl"
+STATUS, ENVIRONMENT = "status.json", "environment.json"
+SIGNS = (METRICS, STATUS, CONFIG, ENVIRONMENT)
+"""Names of files of which every run folder has at least one."""
+# Up to the year 5138. A part of an account is negative for a while after `repeat`.
+_Seconds = Annotated[float, AllowInfNan(False), Field(gt=-1e11, lt=1e11)]
+T = TypeVar("T")
 State = Literal["running", "done", "stopped", "failed", "hung"]
 
 # Variables that change the behaviour of a run. Only listed variables are written, so no secret can slip through.
@@ -79,7 +90,7 @@ def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size:
         },
         "written_unix_s": round(time.time(), 3),
     }
-    run_files(run_dir).replace("environment.json", json.dumps(content, indent=2) + "\n")
+    run_files(run_dir).replace(ENVIRONMENT, json.dumps(content, indent=2) + "\n")
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
@@ -136,7 +147,7 @@ def write_status(
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
     # While running, this is written every few seconds, and training must not wait for the disk.
     is_last = state != "running"
-    run_files(run_dir).replace("status.json", text, durable=is_last, last=is_last)
+    run_files(run_dir).replace(STATUS, text, durable=is_last, last=is_last)
 
 
 @dataclass(frozen=True)
@@ -146,10 +157,10 @@ class _Row:
 
 def _last_step(run_dir: Path) -> int:
     """Return the last step of a run. status.json, written every two seconds, may be behind metrics.jsonl."""
-    step = read_status(run_dir).get("step", 0)
+    step = RunFolder(run_dir).status.step
     with suppress(InputError):
         # A crash may have torn the last line.
-        for line in tail_lines(run_dir / "metrics.jsonl", limit=2**14, within=run_dir):
+        for line in tail_lines(run_dir / METRICS, limit=2**14, within=run_dir):
             with suppress(InputError):
                 step = max(step, parse_json(line, _Row, name="").step)
     return step
@@ -178,22 +189,99 @@ class Status:
     unix_s: Finite = 0.0
 
 
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """Read the content of status.json; {} if the file is missing or damaged."""
-    try:
-        return asdict(load_status(run_dir))
-    except InputError:
-        return {}
+@dataclass(frozen=True)
+class _Event:
+    """Fields of an event that are read again, with the types to check: anyone may have written the file."""
+
+    event: str
+    unix_s: _Seconds
+    step: Count
+    state: str = ""
+    restarts: Count = 0
+    lost_steps: Count = 0
+    seconds: dict[str, _Seconds] = field(default_factory=dict)
 
 
-def load_status(run_dir: Path) -> Status:
-    """Read status.json.
+@dataclass(frozen=True)
+class RunFolder:
+    """Folder of a run, as its readers find it. Anyone may have written it, so no link out of it is followed.
 
-    Raises:
-        InputError: it is missing or damaged.
+    Attributes:
+        path: the folder.
     """
-    status = read_json(run_dir / "status.json", Status, limit=2**20, within=run_dir)
-    return replace(status, reason=printable(status.reason, MAX_TEXT))
+
+    path: Path
+
+    @staticmethod
+    def find(paths: Iterable[Path]) -> list[Path]:
+        """Return run folders. Replica groups take the place of their run's folder, and runs that of a folder that is no run."""
+        found: list[Path] = []
+        for path in paths:
+            groups = [file.parent for file in path.glob(f"group-[0-9]*/{STATUS}")]
+            is_run = (path / CONFIG).exists() or (path / STATUS).exists()
+            runs = [] if is_run else sorted(file.parent for file in path.glob(f"*/{STATUS}"))
+            found += sorted(groups, key=lambda group: int(group.name[6:])) or runs or [path]
+        return found
+
+    @staticmethod
+    def near(folder: Path) -> str:
+        """Return a hint for the error about a folder that is no run: the runs near it."""
+        near = sorted({f.parent for sign in SIGNS for f in folder.parent.glob(f"*/{sign}")})
+        return f"; runs near it: {', '.join(map(str, near[:5]))}" if near else ""
+
+    @property
+    def config(self) -> Path:
+        """Return the file of the job."""
+        return self.path / CONFIG
+
+    @property
+    def metrics(self) -> Path:
+        """Return the file of the rows of metrics."""
+        return self.path / METRICS
+
+    def rows(self) -> list[Row]:
+        """Return the rows of metrics, none if there is no file.
+
+        Raises:
+            InputError: the file cannot be read.
+        """
+        return read_rows(self.metrics) if self.metrics.exists() else []
+
+    def events(self) -> list[Row]:
+        """Return the events of the run, oldest first, without torn and odd lines. A missing file has no events."""
+        rows, path = [], self.path / EVENTS
+        with suppress(InputError):
+            for line in read_bytes(path, within=self.path).splitlines():
+                # A line that is no JSON was torn by a crash.
+                with suppress(InputError):
+                    parse_json(line, _Event, name=path)
+                    rows.append(parse_json(line, dict[str, Any], name=path))
+        return rows
+
+    def facts(self, kind: type[T]) -> T:
+        """Return environment.json, or the part of it that a dataclass names.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        return read_json(self.path / ENVIRONMENT, kind, within=self.path)
+
+    def load_status(self) -> Status:
+        """Return the content of status.json.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        status = read_json(self.path / STATUS, Status, limit=2**20, within=self.path)
+        return replace(status, reason=printable(status.reason, MAX_TEXT))
+
+    @property
+    def status(self) -> Status:
+        """Return the content of status.json, or an empty one if the file is missing or damaged."""
+        try:
+            return self.load_status()
+        except InputError:
+            return Status()
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from titan.base.run_folder import RunFolder
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manifest import METADATA, TITAN_JSON
@@ -91,8 +92,8 @@ def find_saved(where: Location) -> tuple[JobConfig, Path | None, Location]:
     # The run folder is the folder itself, or above checkpoint/step-N. A URL has none.
     # It holds the config of the run that wrote the checkpoint.
     for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
-        if (run / "config.toml").is_file():
-            config, run_dir = load_config(run / "config.toml"), run
+        if (file := RunFolder(run).config).is_file():
+            config, run_dir = load_config(file), run
             if run == where:
                 _, lost = without_permissions(config, run=run)
                 if "checkpoint.folder" in lost:

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
+from titan.base.run_folder import CONFIG, ENVIRONMENT
 from titan.base.untrusted import MAX_TEXT, printable
 
 from .errors import (
@@ -152,7 +153,7 @@ def _paths_beside(value: Any, folder: Path, name: str = "") -> Any:
 
 
 def _is_in_run_folder(job: Path) -> bool:
-    return job.name == "config.toml" and (job.parent / "environment.json").exists()
+    return job.name == CONFIG and (job.parent / ENVIRONMENT).exists()
 
 
 def _has_key(key: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan.observe.rows import Row
+from titan.base.rows import Row
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.text import Text
 
+from titan.base.rows import Row
 from titan.base.untrusted import harmless
 from titan.config.options import is_quiet
 from titan.config.schema import MetricsSection
 from titan.observe.columns import COLUMNS, duration
-from titan.observe.rows import Row
 from titan.observe.startup import StartupPage
 
 _LOG = logging.getLogger("titan")

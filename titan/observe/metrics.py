@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan.base.rows import Row, cut_after, number
+from titan.base.run_folder import METRICS
 from titan.base.run_writer import RunFiles, run_files
 from titan.config.schema import MetricsSection
-from titan.observe.rows import Row, cut_after, number
 from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
 
 _LOADS = "experts.json"
@@ -112,7 +113,7 @@ class MetricsLog:
         if rank and not section.save_for_all_ranks:
             return
         # Readers look for the name of rank 0's file.
-        name = f"metrics.rank-{rank}.jsonl" if rank else "metrics.jsonl"
+        name = f"metrics.rank-{rank}.jsonl" if rank else METRICS
         self._open(name, lambda: JsonlSink(self._files, name, resume_step=resume_step))
         if section.enable_tensorboard:
             folder = run_dir / section.save_tb_folder

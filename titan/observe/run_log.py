@@ -21,36 +21,19 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AllowInfNan, Field
-
+from titan.base.run_folder import EVENTS, RunFolder
 from titan.base.run_writer import run_files
-from titan.base.untrusted import Count, Finite, InputError, parse_json, read_bytes, tail_lines
+from titan.base.untrusted import Count, Finite, InputError, parse_json, tail_lines
 
 WASTED = ("trained", "data_wait", "validation", "checkpoint", "profiling", "quorum")
 """Parts that become `lost` when their steps are lost."""
 PARTS = (*WASTED, "setup", "compile", "lost", "down")
 Seconds = dict[str, float]
-# Up to the year 5138. A part is negative for a while after `repeat`.
-_Seconds = Annotated[float, AllowInfNan(False), Field(gt=-1e11, lt=1e11)]
-EVENTS = "events.jsonl"
 _DATA = "data"  # StepTimer's name of data_wait
-
-
-@dataclass
-class _Event:
-    """Fields of an event that are read again, with the types to check: anyone may have written the file."""
-
-    event: str
-    unix_s: _Seconds
-    step: Count
-    state: str = ""
-    restarts: Count = 0
-    lost_steps: Count = 0
-    seconds: dict[str, _Seconds] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,18 +48,6 @@ def goodput(seconds: Mapping[str, float]) -> float:
     """Return the share of the wall time since the first start that trained steps which were kept."""
     wall_s = sum(seconds.values())
     return seconds.get("trained", 0.0) / wall_s if wall_s > 0 else 0.0
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a run, oldest first, without torn and odd lines. A missing file has no events."""
-    rows = []
-    with suppress(InputError):
-        for line in read_bytes(path, within=path.parent).splitlines():
-            # A line that is no JSON was torn by a crash.
-            with suppress(InputError):
-                parse_json(line, _Event, name=path)
-                rows.append(parse_json(line, dict[str, Any], name=path))
-    return rows
 
 
 class EventLog:
@@ -240,7 +211,7 @@ class EventLog:
 
     def _continue(self, run_dir: Path, *, step: int) -> None:
         """Continue the account of earlier starts."""
-        rows = read_events(self.path)
+        rows = RunFolder(run_dir).events()
         if not rows:
             return
         # The last event's account covers all starts before this one.

@@ -15,11 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from titan.base.rows import Row
 from titan.base.run_writer import require_inside, write_text_atomically
 from titan.base.untrusted import InputError
 from titan.config.schema import MetricsSection
 from titan.observe.columns import curves
-from titan.observe.rows import Row
 
 _LOG = logging.getLogger("titan")
 _AGAIN_S = 60.0  # from an error of TensorBoard to the next file: a full disk would get one for each row

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from titan.base.hardware import MARGIN, Hardware
+from titan.base.run_folder import METRICS
 from titan.config.layout import Layout, is_replica_group, keeps_gathered, replica_groups
 from titan.config.model import model_title, num_blocks, num_frozen
 from titan.config.phases import memory_of, mesh_of, phase_at, phases_of
@@ -251,7 +252,7 @@ def _hardware(config: JobConfig, device_name: str, hardware: Hardware | None) ->
 
 def _outputs(config: JobConfig, run_dir: Path) -> str:
     """List the run folder and its files."""
-    inside = ["metrics.jsonl", "logs/"]
+    inside = [METRICS, "logs/"]
     if not config.checkpoint.why_unsaved:
         inside.append(f"{config.checkpoint.folder}/ every {config.checkpoint.interval:,} steps")
     if config.metrics.enable_tensorboard:

@@ -27,7 +27,7 @@ from typing import Any
 
 from titan.base.errors import COMMUNICATION
 from titan.base.hardware import require_memory, usable_cores
-from titan.base.run_folder import read_status, write_status
+from titan.base.run_folder import STATUS, RunFolder, write_status
 from titan.base.run_writer import run_files
 from titan.base.signals import (
     ASKING,
@@ -88,7 +88,7 @@ def launch(
         reason = f"torchrun (pid {agent.pid}), which `titan train` starts the ranks with, was ended by {name}"
         with suppress(OSError):
             print(reason, file=sys.stderr)
-        if read_status(run_dir).get("state") == "running":
+        if RunFolder(run_dir).status.state == "running":
             kind = "launcher_killed"
             write_status(
                 run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason, kind=kind
@@ -98,7 +98,7 @@ def launch(
     if _version(run_dir) == before:  # status.json is of an earlier run
         return unknown
     # The trainer's own exit code; torchrun's if the trainer wrote none, or wrote 0.
-    return read_status(run_dir).get("exit_code") or unknown
+    return RunFolder(run_dir).status.exit_code or unknown
 
 
 def launch_command(name: str, argv: Sequence[str] | None, *, num_processes: int) -> int:
@@ -216,19 +216,19 @@ def _write_failures(
     run_files(run_dir).replace(
         f"logs/launch-{host}.json", json.dumps(content) + "\n", last=True
     )
-    status = read_status(run_dir)
+    status = RunFolder(run_dir).status
     # A fault in native code outranks the reports of its peers, which lost their connection.
     faults = {
         rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS
     }
     # So does SIGKILL, unless torchrun has waited for that rank first.
-    is_late = time.time() - (status.get("unix_s") or 0) > _PATIENCE_S
-    if status.get("kind") in COMMUNICATION and not is_late:
+    is_late = time.time() - status.unix_s > _PATIENCE_S
+    if status.kind in COMMUNICATION and not is_late:
         faults |= {r: f for r, f in failures.items() if -f.exitcode == signal.SIGKILL}
     # The monitor has ended silent ranks. A rank may crash while it writes its stacks.
-    if status.get("state") == "hung":
+    if status.state == "hung":
         faults = {}
-    if faults or status.get("state") == "running":
+    if faults or status.state == "running":
         texts = filter(
             None, (_describe_kill(*item) for item in sorted((faults or failures).items()))
         )
@@ -291,7 +291,7 @@ def ranks_of(agent: int) -> list[int]:
 def _version(run_dir: Path) -> tuple[int, int] | None:
     """Return a value that changes with each write of status.json."""
     try:
-        stat = (run_dir / "status.json").stat()
+        stat = (run_dir / STATUS).stat()
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_ino

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from titan.base.rows import Row
 from titan.config.phases import Phase
 from titan.observe.columns import empty_row
 from titan.observe.flops import flops_by_dtype, model_tflops, utilization
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog, finite
-from titan.observe.rows import Row
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress
 from titan.run.validation import Validation

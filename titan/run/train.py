@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan.base.errors import explains_itself
 from titan.base.failure import RunFailure
-from titan.base.run_folder import read_status, write_status
+from titan.base.run_folder import RunFolder, write_status
 from titan.base.signals import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -102,16 +102,11 @@ def before_start(config: JobConfig) -> int | None:
 def is_finished(config: JobConfig) -> bool:
     """Return whether this run ended well, and its last checkpoint exists."""
     run_dir, section = Path(config.job.dump_folder), config.checkpoint
-    status = read_status(run_dir)
-    step = status.get("step")
+    status = RunFolder(run_dir).status
     # The job may ask for more steps than the finished run had.
-    if (
-        status.get("state") != "done"
-        or not isinstance(step, int)
-        or step < config.training.steps
-    ):
+    if status.state != "done" or status.step < config.training.steps:
         return False
-    last = run_dir / section.folder / f"step-{step}"
+    last = run_dir / section.folder / f"step-{status.step}"
     return section.enable and section.load_step == -1 and last.is_dir()
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titan.base.async_scalars import AsyncScalars, to_device
 from titan.base.hardware import by_name, recognise
-from titan.base.run_folder import open_rank_log, write_environment, write_status
+from titan.base.run_folder import CONFIG, open_rank_log, write_environment, write_status
 from titan.base.run_writer import run_files
 from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
 from titan.checks.rules import resolve_layout
@@ -274,7 +274,7 @@ class Trainer(RunProgress):
             host=socket.gethostname(),
         )
         if self.rank == 0:
-            self.files.replace("config.toml", to_toml(config))
+            self.files.replace(CONFIG, to_toml(config))
             if self.tokenizer is not None:
                 keep = partial(keep_tokenizer, self.tokenizer, self.run_dir)
                 self.files.attempt("tokenizer", keep, last=True)

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from titan.base.async_scalars import AsyncScalars, to_device
+from titan.base.rows import Row
 from titan.data.base import TensorBatch
 from titan.observe.clock import Window
-from titan.observe.rows import Row
 from titan.optim.averaged import averaged
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan.base.run_folder import RunFolder
 from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
 from titan.config.options import known_options, mistake, positive, put_json
@@ -124,7 +125,7 @@ def _simulate(options: Namespace, job: list[str]) -> int:
     profile, size = load_profile(options.hardware), options.world_size
     if options.phase and not options.run:
         raise mistake("--phase", "is for --run")
-    if (run := options.measured) and not (run / "metrics.jsonl").is_file():
+    if (run := options.measured) and not RunFolder(run).metrics.is_file():
         raise mistake("--measured", f"{run} has no metrics.jsonl, as the folder of a run has")
     config, *later = (
         load_to_run(

@@ -11,17 +11,17 @@ events.jsonl. It needs the extra `plot` (matplotlib).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
+from titan.base.rows import Row, number
+from titan.base.run_folder import METRICS, RunFolder
 from titan.base.untrusted import InputError
 from titan.config.options import command_parser, mistake
-from titan.observe.rows import Row, number, read_rows, with_groups
 from titan.observe.sinks import require
 
-from .row_files import RowFile, run_names, runs_near
+from .row_files import RowFile, run_names
 
 Style = dict[str, Any]
 BOLD: Style = {"linewidth": 2}
@@ -49,10 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     if kind not in (".png", ".pdf", ".svg"):
         raise mistake("--output", f"{arguments.output}: end it in .png, .pdf or .svg")
     require("matplotlib", extra="plot", asked_by="titan plot")
-    folders = with_groups(arguments.runs)
-    files = [run if run.is_file() else run / "metrics.jsonl" for run in folders]
+    folders = RunFolder.find(arguments.runs)
+    files = [run if run.is_file() else run / METRICS for run in folders]
     runs = dict(zip(run_names(folders), map(read_metrics, files), strict=True))
-    starts = [read_starts(file.with_name("events.jsonl")) for file in files]
+    starts = [read_starts(file.parent) for file in files]
     output = arguments.output or files[0].with_name("curves.png")
     if not arguments.output and output.is_symlink():
         output.unlink()  # rather than write to where the author of the folder points
@@ -71,7 +71,7 @@ def read_metrics(file: Path) -> list[Row]:
         InputError: there are no rows.
     """
     if not file.is_file():
-        hint = runs_near(file.parent, ["metrics.jsonl"])
+        hint = RunFolder.near(file.parent)
         raise InputError(f"{file}: no such file, so not the folder of a run{hint}")
     # Thinned: a picture of a thousand pixels cannot show a million rows.
     metrics = RowFile(file)
@@ -85,11 +85,9 @@ def read_metrics(file: Path) -> list[Row]:
     return rows
 
 
-def read_starts(file: Path) -> list[Row]:
-    """Read the events after which a run continued from a checkpoint. A missing file has none."""
-    with suppress(InputError):
-        return [row for row in read_rows(file) if str(row.get("event")) in MARKS]
-    return []
+def read_starts(run: Path) -> list[Row]:
+    """Read the events after which a run continued from a checkpoint."""
+    return [row for row in RunFolder(run).events() if row["event"] in MARKS]
 
 
 def mark(start: Row, rows: list[Row], x: str) -> float | None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from titan.base.rows import BLOCK_BYTES, MAX_LINE_BYTES, Row, number, parse
 from titan.base.untrusted import open_regular
-from titan.observe.rows import BLOCK_BYTES, MAX_LINE_BYTES, Row, number, parse
 
 MAX_ROWS = 4000
 _CHECK_BYTES = 64  # compared to notice that a file of the same inode was rewritten
@@ -30,17 +30,6 @@ def run_names(paths: list[Path]) -> list[str]:
     """Return short names that distinguish the runs: folder names, or whole paths if two names are equal."""
     names = [path.resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
-
-
-def runs_near(folder: Path, signs: Iterable[str]) -> str:
-    """Return a hint for an error: runs near the folder.
-
-    Args:
-        folder: folder that was not found.
-        signs: names of files; a folder with one of them is a run.
-    """
-    near = sorted({file.parent for sign in signs for file in folder.parent.glob(f"*/{sign}")})
-    return f"; runs near it: {', '.join(map(str, near[:5]))}" if near else ""
 
 
 @dataclass

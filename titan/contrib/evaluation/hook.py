@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from titan.base.rows import Row
 from titan.base.untrusted import printable
 from titan.observe.clock import Window
-from titan.observe.rows import Row
 from titan.optim.averaged import averaged
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress

@@ -6,14 +6,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
-from titan.base.run_folder import read_status
+from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
-from titan.observe.rows import read_rows
 
 from .runs import final_loss
 from .trials import Trial
@@ -58,10 +58,9 @@ class Setting:
 
 def row_of(trial: Trial) -> dict[str, Any]:
     """Return the result of a run: its settings, seed, state, and what its last rows say."""
-    try:
-        rows = read_rows(trial.run / "metrics.jsonl")
-    except InputError:
-        rows = []
+    rows = []
+    with suppress(InputError):
+        rows = RunFolder(trial.run).rows()
     last, state = rows[-1] if rows else {}, trial.state
     return {
         "name": trial.name,
@@ -73,7 +72,7 @@ def row_of(trial: Trial) -> dict[str, Any]:
         "tokens": last.get("tokens", 0),
         "tokens_per_s": last.get("tokens_per_s"),
         "seconds": last.get("time_s"),
-        "reason": read_status(trial.run).get("reason", ""),
+        "reason": RunFolder(trial.run).status.reason,
     }
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import correlation
 from typing import Any
 
+from titan.base.rows import Row, number
+from titan.base.run_folder import METRICS, RunFolder
 from titan.base.untrusted import InputError, printable, read_text
 from titan.checkpoint.identity import sources_of
 from titan.config.load import load_config
@@ -21,8 +23,6 @@ from titan.data.sources import open_documents
 from titan.data.special_tokens import fingerprint
 from titan.data.tokenizer import build_tokenizer
 from titan.data.tokenizer_files import tokenizer_path
-from titan.observe.rows import Row, number, read_rows
-from titan.tools.row_files import runs_near
 
 from .law import Law, Run
 
@@ -81,11 +81,11 @@ def is_line(runs: Sequence[Run]) -> bool:
 
 def folders_of(path: Path) -> list[Path]:
     """Return a run folder, or those in a folder of them."""
-    if (path / "metrics.jsonl").is_file():
+    if RunFolder(path).metrics.is_file():
         return [path]
-    if inside := sorted(file.parent for file in path.glob("*/metrics.jsonl")):
+    if inside := sorted(file.parent for file in path.glob(f"*/{METRICS}")):
         return inside
-    hint = runs_near(path, ["metrics.jsonl"])
+    hint = RunFolder.near(path)
     if path.is_file():
         raise InputError(f"{path}: expected run folders, or one file that ends in .csv")
     raise InputError(f"{path}: no run, and no folder of runs{hint}")
@@ -93,10 +93,11 @@ def folders_of(path: Path) -> list[Path]:
 
 def of_folder(folder: Path, *, granted: Sequence[str] = ()) -> tuple[Run, JobConfig, list[Row]]:
     """Return a finished run, its job and its rows."""
-    config = load_config(folder / "config.toml")
+    run = RunFolder(folder)
+    config = load_config(run.config)
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
     sizes = obeyed.model.sizes
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
+    rows = [row for row in run.rows() if number(row.get("tokens"))]
     steps = steps_of(config)
     if not rows or rows[-1]["step"] < steps:
         done = rows[-1]["step"] if rows else 0

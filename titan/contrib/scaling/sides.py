@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.base.run_folder import read_status
-from titan.base.untrusted import InputError, read_json
+from titan.base.rows import Row, number
+from titan.base.run_folder import CONFIG, RunFolder
+from titan.base.untrusted import InputError
 from titan.checkpoint.identity import job_facts
 from titan.config.load import load_config
 from titan.config.phases import layout_of, phases_of
 from titan.config.schema import JobConfig
-from titan.observe.rows import Row, number, read_rows
 from titan.tools.plot import points
 
 from . import runs as reading
@@ -63,23 +63,19 @@ class SeedRun:
     @staticmethod
     def of(folder: Path, *, is_own: bool) -> SeedRun:
         """Read the run of a folder, whatever became of it. Only an own run says which code may run."""
-        config = load_config(folder / "config.toml")
+        run = RunFolder(folder)
+        config = load_config(run.config)
         if not is_own:
             model = config.model.model_copy(update={"trust_remote_code": False})
             config = config.model_copy(update={"model": model})
-        file = folder / "metrics.jsonl"
-        rows = (
-            [row for row in read_rows(file) if number(row.get("tokens"))]
-            if file.exists()
-            else []
-        )
+        rows = [row for row in run.rows() if number(row.get("tokens"))]
         step = rows[-1]["step"] if rows else 0
         state = "done" if step >= reading.steps_of(config) else "did not finish"
         is_lost = state == "done" and reading.final_loss(rows) is None
-        if is_lost or read_status(folder).get("kind") == "loss_not_finite":
+        if is_lost or run.status.kind == "loss_not_finite":
             state = "diverged"
         try:
-            facts = read_json(folder / "environment.json", dict)
+            facts = run.facts(dict)
             devices = ", ".join(sorted({*facts["device_names"]}))
             machine = f"{devices} of {facts['hostname']}"
         except (InputError, LookupError, TypeError):
@@ -119,8 +115,8 @@ class Recipe:
         Raises:
             InputError: There is none, or they are not of one job with a seed each.
         """
-        folders = sorted(file.parent for file in path.glob("*/config.toml"))
-        if (path / "config.toml").is_file():
+        folders = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
+        if RunFolder(path).config.is_file():
             folders = [path]
         folders = folders or reading.folders_of(path)
         runs: dict[int, SeedRun] = {}

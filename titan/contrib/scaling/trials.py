@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from zlib import crc32
 
-from titan.base.run_folder import read_status
+from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError, read_json
 from titan.config.keys import sections_with
 from titan.config.options import mistake
@@ -63,11 +63,11 @@ class Trial:
     @property
     def state(self) -> str:
         """Return the state in status.json, "diverged", "stopped early" before the last step, or "waiting" without a run."""
-        status = read_status(self.run)
-        if status.get("kind") == "loss_not_finite":
+        status = RunFolder(self.run).status
+        if status.kind == "loss_not_finite":
             return "diverged"
-        state = status.get("state") or "waiting"
-        return "stopped early" if state == "done" and status["step"] < self.steps else state
+        is_early = status.state == "done" and status.step < self.steps
+        return "stopped early" if is_early else status.state or "waiting"
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:

@@ -6,9 +6,9 @@ import socket
 import sys
 from pathlib import Path
 
+from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
 from titan.config.options import command_parser
-from titan.observe.rows import with_groups
 from titan.tools.row_files import MAX_ROWS, run_names
 
 from .reading import RunReader, read_all
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--once", type=Path, metavar="FILE.html", help="write the page as it is now, and end")
     arguments = parser.parse_args(argv)
-    readers, host = open_runs(with_groups(arguments.runs)), arguments.host
+    readers, host = open_runs(RunFolder.find(arguments.runs)), arguments.host
     if arguments.once:
         try:
             arguments.once.write_text(page(read_all(readers)), encoding="utf-8")

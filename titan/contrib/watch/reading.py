@@ -19,9 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from titan.base.rows import Row, number, parse
+from titan.base.run_folder import CONFIG, ENVIRONMENT, EVENTS, METRICS, SIGNS, STATUS, RunFolder
 from titan.base.untrusted import InputError, open_regular
-from titan.observe.rows import Row, number, parse
-from titan.tools.row_files import MAX_ROWS, LineFile, RowFile, runs_near
+from titan.tools.row_files import MAX_ROWS, LineFile, RowFile
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,7 +62,6 @@ _MAX_STARTS, _MAX_RANKS, _MAX_KEYS, _MAX_TEXT = 200, 8192, 64, 2000
 # Events that change how the page looks; they are read even if newer ones push them out of the list.
 _LASTING = re.compile(rb'"event": "(start|resume|rewind|straggler|recovered|drift|drift_over)"')
 _RANK_NUMBERS = ("step", "unix_s", "step_s", "data_wait_s", "own_s")
-_SIGNS = ("metrics.jsonl", "status.json", "config.toml", "environment.json")
 _TAIL_BYTES = 1024  # at the end of a file of times: more than one row
 _MAX_CELLS = 2**17  # of the table of experts: 128 layers of 1024
 
@@ -88,12 +88,12 @@ class RunReader:
         Raises:
             InputError: It is not the folder of a run.
         """
-        if not any((folder / sign).is_file() for sign in _SIGNS):
-            raise InputError(f"{folder}: not the folder of a run{runs_near(folder, _SIGNS)}")
+        if not any((folder / sign).is_file() for sign in SIGNS):
+            raise InputError(f"{folder}: not the folder of a run{RunFolder.near(folder)}")
         self.folder, self.name = folder, name
-        self.metrics = RowFile(folder / "metrics.jsonl", limit=limit)
+        self.metrics = RowFile(folder / METRICS, limit=limit)
         num_events = max(limit * MAX_EVENTS // MAX_ROWS, 10)
-        self.events = EventFile(folder / "events.jsonl", limit=num_events)
+        self.events = EventFile(folder / EVENTS, limit=num_events)
         # Content of each file that was read, with the file's modification time then.
         self._ranks: dict[int, tuple[float, Row]] = {}
         self._read: dict[str, tuple[float, Row]] = {}
@@ -120,7 +120,7 @@ class RunReader:
         shown = self.metrics.thin.rows() if rows is None else rows
         evaluated = (key for row in shown for key in row if key.startswith("eval/"))
         self._tasks = list(islice(dict.fromkeys([*self._tasks, *evaluated]), _MAX_KEYS))
-        status = self._small("status.json", json.loads)
+        status = self._small(STATUS, json.loads)
         account = self.events.rows[-1] if self.events.rows else {}
         # Events and status have the account of time up to them, and the newest is the longest.
         accounts = [
@@ -153,10 +153,8 @@ class RunReader:
 
     def _facts(self) -> Row:
         """Return the facts that stay the same during a run."""
-        config = self._small(
-            "config.toml", lambda text: tomllib.loads(text.decode()), keep=dict
-        )
-        environment = self._small("environment.json", json.loads)
+        config = self._small(CONFIG, lambda text: tomllib.loads(text.decode()), keep=dict)
+        environment = self._small(ENVIRONMENT, json.loads)
         facts: Row = {"folder": str(self.folder)}
         # Each fact that is missing, or has another type, is left out.
         with suppress(KeyError, TypeError):

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from titan.base.rows import number
+from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import load_to_run
@@ -33,8 +35,6 @@ from titan.numerics.diff.recompute import (
 )
 from titan.numerics.tables import TABLES, parser_of
 from titan.observe.columns import COLUMNS
-from titan.observe.rows import number
-from titan.observe.run_log import read_events
 
 if TYPE_CHECKING:
     from titan.numerics.diff.saved import SavedTensor
@@ -141,7 +141,7 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     base = newest_start(saved, before=step)
     require_permissions(lost, config, has_base=base is not None)
     # The job and the facts of a run folder are those of its last start.
-    events = read_events(run / "events.jsonl")
+    events = RunFolder(run).events()
     starts = [int(number(e.get("step")) or 0) for e in events if e["event"] == "resume"]
     since = base or 0
     found = Audit(step, since=since, starts=starts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan.base.rows import Row, read_rows
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manifest import find_damage, list_steps
@@ -23,7 +24,6 @@ from titan.config.schema import JobConfig
 from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.recorded import FOLDER, read_steps
 from titan.numerics.tables import TABLES
-from titan.observe.rows import Row, read_rows
 
 _REPLACED = ("job.dump_folder", "metrics.enable_wandb")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from shutil import rmtree, which
 from typing import Any
 
+from titan.base.rows import read_rows
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.identity import (
     change_lines,
@@ -43,7 +44,6 @@ from titan.numerics.swap.experiment import (
 )
 from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
 from titan.numerics.tables import parser_of
-from titan.observe.rows import read_rows
 
 _REFUSED = 3  # exit code of --or-refuse
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan.base.rows import Row, read_rows
+from titan.base.run_folder import EVENTS, RunFolder
 from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.manifest import NAME, read_manifest
 from titan.checkpoint.storage import LocalStorage, Location, join, storage_of
 from titan.config.toml import format_value
-from titan.observe.rows import Row, read_rows
-from titan.observe.run_log import EVENTS, read_events
 
 LINEAGE, BEFORE = "swap.json", "before.toml"
 """Files of a run folder: what its swaps compared and found, and the job before the last one."""
@@ -96,7 +96,7 @@ class Handover:
             _copy_step(saved[step], target / inner)
             rows, events = (
                 [row for row in rows if row["step"] <= step]
-                for rows in (read_rows(run / "metrics.jsonl"), read_events(run / EVENTS))
+                for rows in (read_rows(run / "metrics.jsonl"), RunFolder(run).events())
             )
             for row in rows[-1:]:
                 row["swap"] = str(run)

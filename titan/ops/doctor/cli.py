@@ -11,10 +11,9 @@ import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
+from titan.base.run_folder import STATUS, RunFolder
 from titan.base.untrusted import printable
 from titan.config.options import command_parser, put_json
-from titan.observe.rows import with_groups
-from titan.observe.run_log import EVENTS, read_events
 
 from .diagnosis import Diagnosis, diagnose
 from .evidence import Evidence
@@ -31,8 +30,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_json()
     options = parser.parse_args(argv)
-    runs = with_groups([options.run])
-    if not (runs[0] / "status.json").is_file():
+    runs = RunFolder.find([options.run])
+    if not (runs[0] / STATUS).is_file():
         what = "there is no such folder"
         if options.run.is_dir():
             what = "holds no run (no status.json)"
@@ -59,7 +58,7 @@ def _page(run: Path, diagnosis: Diagnosis) -> str:
     lines = [f"{run}: {diagnosis.summary}"]
     lines += [
         f"steps up to {event['step']:,} are those of {event.get('run')} (titan swap)"
-        for event in read_events(run / EVENTS)
+        for event in RunFolder(run).events()
         if event["event"] == "swap"
     ]
     if not diagnosis.findings:

@@ -21,7 +21,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from titan.base.errors import Failure
-from titan.base.run_folder import Status, load_status
+from titan.base.run_folder import ENVIRONMENT, METRICS, RunFolder, Status
 from titan.base.untrusted import (
     Count,
     Finite,
@@ -243,12 +243,12 @@ class Evidence:
     @cached_property
     def status(self) -> Status:
         """Return the content of status.json."""
-        return self._try(lambda: load_status(self.run_dir), Status())
+        return self._try(RunFolder(self.run_dir).load_status, Status())
 
     @cached_property
     def environment(self) -> Environment:
         """Return the content of environment.json, or defaults."""
-        return self._json(self.run_dir / "environment.json", Environment) or Environment()
+        return self._json(self.run_dir / ENVIRONMENT, Environment) or Environment()
 
     @cached_property
     def dumps(self) -> dict[int, Dump]:
@@ -320,7 +320,7 @@ class Evidence:
     @cached_property
     def metrics(self) -> list[LossRow]:
         """Return the newest rows of metrics.jsonl."""
-        return self._rows(self.run_dir / "metrics.jsonl", LossRow, 100)
+        return self._rows(self.run_dir / METRICS, LossRow, 100)
 
     @cached_property
     def times(self) -> dict[int, list[Times]]:

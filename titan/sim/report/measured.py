@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol
 
+from titan.base.run_folder import RunFolder
 from titan.config.plug_ins import door, parts_of
-from titan.observe.rows import read_rows
 from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
 from titan.sim.record.trace import KernelKind, Launch
 from titan.sim.simulate import GIB, Facts, Simulation
@@ -47,7 +47,7 @@ def compare(simulation: Simulation, run: Path) -> list[Facts]:
         Rows of `name`, `unit`, `predicted` and `measured`, for the run's later steps and its rank
             0.
     """
-    ranks, logged = [*simulation.traces], read_rows(run / "metrics.jsonl")
+    ranks, logged = [*simulation.traces], RunFolder(run).rows()
     later = [row for row in logged[len(logged) // 2 :] if row.get("step_s")]
     step_s = median(row["step_s"] for row in later) if later else 0.0
     rows = [("step", "s", simulation.timeline.step_s, step_s)]

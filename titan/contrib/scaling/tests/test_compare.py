@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tests.support.tables import table
+from titan.base.rows import read_rows
 from titan.cli import main as titan
 from titan.contrib.scaling import compare, paired
 from titan.contrib.scaling.law import CHINCHILLA
 from titan.contrib.scaling.paired import Estimate
-from titan.observe.rows import read_rows
 
 from .test_sweep import JOB
 

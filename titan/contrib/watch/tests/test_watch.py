@@ -337,7 +337,7 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
     assert shown[4] == "zoom drag over a chart to zoom"
     # By step, tokens and hours, of the two runs, where `titan plot` puts them too. The first run has no tokens.
     rows = read_metrics(other / "metrics.jsonl")
-    starts = read_starts(other / "events.jsonl")
+    starts = read_starts(other)
     for axis, places in zip(("step", "tokens", "time"), json.loads(shown[5]), strict=True):
         assert places[1] == pytest.approx([mark(start, rows, axis) for start in starts])
     assert json.loads(shown[5])[0] == [[1], [15, 40, 95]]

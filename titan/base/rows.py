@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,17 +57,6 @@ def lines_of(path: Path) -> Iterator[bytes]:
             if len(line) == MAX_LINE_BYTES:
                 raise OSError(errno.EFBIG, "a line is too long for a row")
             yield line
-
-
-def with_groups(paths: Iterable[Path]) -> list[Path]:
-    """Return run folders. Replica groups take the place of their run's folder, and runs that of a folder that is no run."""
-    found: list[Path] = []
-    for path in paths:
-        groups = [file.parent for file in path.glob("group-[0-9]*/status.json")]
-        is_run = (path / "config.toml").exists() or (path / "status.json").exists()
-        runs = [] if is_run else sorted(file.parent for file in path.glob("*/status.json"))
-        found += sorted(groups, key=lambda group: int(group.name[6:])) or runs or [path]
-    return found
 
 
 def cut_after(path: Path, *, step: int) -> Row | None:
