@@ -196,7 +196,7 @@ def train_a_step(train_step: TrainStep) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
     mine = rows.chunk(world)[rank]
-    batch = SimpleNamespace(
+    batch: Any = SimpleNamespace(
         tokens_BS=mine[:, :-1], labels_BS=mine[:, 1:], positions_BS=None, document_ids_BS=None
     )
     train_step.train([batch], step=1)

@@ -22,7 +22,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -32,17 +32,18 @@ from titan.data import DataError
 from titan.data.base import DatasetPhase, Samples, ShardSpec, TensorBatch
 
 Collate = Callable[..., TensorBatch]
+B = TypeVar("B", bound=TensorBatch)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Step(Generic[B]):
     """Batches of a step from the background thread, and the loader's state after the step."""
 
-    batches: list[Any]
+    batches: list[B]
     state: dict[str, Any]
 
 
-class Loader:
+class Loader(Generic[B]):
     """Batches of one data-parallel rank, step by step. Call `close()` at the end."""
 
     def __init__(
@@ -50,7 +51,7 @@ class Loader:
         samples: Samples,
         *,
         share: ShardSpec,
-        collate: Collate,
+        collate: Callable[..., B],
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
         order: Mapping[str, Any] | None = None,
@@ -74,7 +75,7 @@ class Loader:
         # A new dictionary for each step, so that a saved state never changes afterwards.
         self._order = {"order": dict(order)} if order else {}
         self._state: dict[str, Any] = {"position": 0, **self._order}
-        self._steps: Iterator[_Step] | None = None
+        self._steps: Iterator[_Step[Any]] | None = None
         self._validation: list[Any] = []
 
     def next_step(self) -> list[Any]:
@@ -162,7 +163,7 @@ class Loader:
         skipped = sorted([*self._state.get("skipped", []), [first, end]])
         self.load_state_dict(self._state | {"skipped": skipped})
 
-    def validation_batches(self, steps: int) -> Iterator[Any]:
+    def validation_batches(self, steps: int) -> Iterator[B]:
         """Return `steps` batches from the beginning of the samples, the same batches each time.
 
         Finite text is read at most once. Samples past its end are ignored, so that no sample counts twice in any layout.
@@ -225,7 +226,7 @@ class Loader:
         self._state = self._state | {"part": asdict(new)}
         return new.first
 
-    def _make_steps(self, position: int) -> Iterator[_Step]:
+    def _make_steps(self, position: int) -> Iterator[_Step[Any]]:
         # Parts of the state that every step keeps.
         kept = {
             key: self._state[key] for key in ("skipped", "order", "part") if key in self._state
@@ -248,7 +249,7 @@ class Loader:
             state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 
-    def _make_batch(self, begin: int, *, end: int | None = None) -> Any:
+    def _make_batch(self, begin: int, *, end: int | None = None) -> B:
         """Return the rank's part of the stride of samples that begins at `begin`. Ignore samples from `end` on."""
         # The samples of a rank are consecutive. The samples of all ranks make the stride.
         first = begin + self.share.rank * self.share.batch
@@ -269,16 +270,16 @@ def _after_skipped(position: int, num_samples: int, skipped: Sequence[Sequence[i
     return position
 
 
-class _Prefetcher(Iterator[_Step]):
+class _Prefetcher(Iterator[_Step[Any]]):
     """Iterator that runs ahead of its reader in a thread. Exceptions reach the reader.
 
     The thread sleeps until half of the steps are taken. It shares the interpreter with the training thread, and each time it wakes
     costs a small model a hundredth of a step: more than to prepare a step.
     """
 
-    def __init__(self, steps: Iterator[_Step], *, depth: int) -> None:
+    def __init__(self, steps: Iterator[_Step[Any]], *, depth: int) -> None:
         self._steps, self._depth = steps, depth
-        self._queue: queue.SimpleQueue[_Step | BaseException] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Step[Any] | BaseException] = queue.SimpleQueue()
         self._wake, self._closed = threading.Event(), threading.Event()
         # The device of the training thread, which a new thread does not inherit.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -299,7 +300,7 @@ class _Prefetcher(Iterator[_Step]):
         except BaseException as error:
             self._queue.put(error)
 
-    def __next__(self) -> _Step:
+    def __next__(self) -> _Step[Any]:
         item = self._queue.get()
         if 2 * self._queue.qsize() <= self._depth:
             self._wake.set()

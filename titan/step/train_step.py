@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.base.async_scalars import AsyncScalars
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
+from titan.data.base import TensorBatch
 from titan.optim.averaged import Average, build_average
 from titan.optim.clipping import clip_gradients
 from titan.optim.expert_bias import ExpertBiasBalancer
@@ -120,7 +121,7 @@ class TrainStep:
 
     def train(
         self,
-        batches: Sequence[Any],
+        batches: Sequence[TensorBatch],
         *,
         step: int,
         accept: Callable[[Tensor, Tensor], bool] | None = None,
@@ -196,7 +197,7 @@ class TrainStep:
         return StepReport(loss, grad_norm, num_valid, local_losses, has_targets)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    def evaluate(self, batches: Iterable[TensorBatch]) -> tuple[Tensor, Tensor]:
         """Return the summed loss in nats, and the number of valid tokens, of all ranks' batches, as scalars on the device."""
         loss = torch.zeros((), device=self.device)
         num_valid = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -207,7 +208,9 @@ class TrainStep:
         return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
     @torch.no_grad()
-    def score(self, batches: Iterable[Any], of_rows: LossFunction, *, width: int) -> Tensor:
+    def score(
+        self, batches: Iterable[TensorBatch], of_rows: LossFunction, *, width: int
+    ) -> Tensor:
         """Return this rank's part of the figures of each sample of its batches.
 
         The parts of pipeline- and context-parallel ranks add up. All ranks pass the same number of batches, of the same shapes.
@@ -241,7 +244,7 @@ class TrainStep:
         for part in self.model_parts:
             part.train()
 
-    def to_local(self, batch: Any) -> Microbatch:
+    def to_local(self, batch: TensorBatch) -> Microbatch:
         """Return the batch on this rank's device and, under context parallelism, its shard of each sequence."""
         is_cut = self.context is not None or self.pipeline is not None
         batch = self.task.complete(batch, device=self.device, is_cut=is_cut)

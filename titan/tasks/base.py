@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import StepGroups
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+B = TypeVar("B", bound=TensorBatch)
 
 
 class Scorable(Protocol):
@@ -54,10 +55,14 @@ class Scorable(Protocol):
     num_replicas: int
 
     def score(
-        self, batches: Iterable[Any], of_rows: Callable[[Tensor, Tensor], Tensor], *, width: int
+        self,
+        batches: Iterable[TensorBatch],
+        of_rows: Callable[[Tensor, Tensor], Tensor],
+        *,
+        width: int,
     ) -> Tensor: ...
 
-    def to_local(self, batch: Any) -> Any: ...
+    def to_local(self, batch: TensorBatch) -> Microbatch: ...
 
 
 class SampleContext(Protocol):
@@ -91,7 +96,7 @@ class Microbatch:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Task(ABC):
+class Task(ABC, Generic[B]):
     """A training task. A subclass defines the abstract methods, and may replace the others.
 
     A class whose `loss` can do more than take whole logits says so in two attributes. A subclass with another `loss` says it again.
@@ -202,7 +207,7 @@ class Task(ABC):
 
     # ---- the step
 
-    def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> TensorBatch:
+    def complete(self, batch: B, *, device: torch.device, is_cut: bool) -> B:
         """Return a loader's batch, completed for `microbatch`, before it is moved and cut.
 
         Args:
@@ -213,7 +218,7 @@ class Task(ABC):
         return batch
 
     @abstractmethod
-    def microbatch(self, batch: Any) -> Microbatch:
+    def microbatch(self, batch: B) -> Microbatch:
         """Return the arguments of model and loss, of a rank's part of a batch on its device."""
 
     @abstractmethod
@@ -230,7 +235,7 @@ class Task(ABC):
 
     # ---- validation
 
-    def measure(self, batch: Any) -> float:
+    def measure(self, batch: B) -> float:
         """Return a number of a validation batch on the CPU. `report` gets the sum over all batches and ranks."""
         return 0
 

@@ -52,7 +52,7 @@ class Generate(Protocol):
     def __call__(self, run: SampleContext, /) -> Mapping[str, str]: ...
 
 
-class NextToken(Task):
+class NextToken(Task[Batch]):
     """Next-token prediction (the default task)."""
 
     applies_output = True
@@ -113,7 +113,7 @@ class NextToken(Task):
             row_T[shape[1] - 3 * (number % 8) :] = IGNORED
         return rows_BT
 
-    def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> Batch:
+    def complete(self, batch: Batch, *, device: torch.device, is_cut: bool) -> Batch:
         """Return the batch with positions, if a model part could not count them itself. It may be anything with the tensors of `Batch`."""
         positions_BS = batch.positions_BS
         if positions_BS is None and is_cut:
@@ -136,10 +136,10 @@ class NextToken(Task):
         """Return the number of modules for multi-token prediction."""
         return self.sizes.num_mtp_modules
 
-    def microbatch(self, batch: Any) -> Microbatch:
+    def microbatch(self, batch: Batch) -> Microbatch:
         names = ("positions_BS", "document_ids_BS", "cu_seqlens_BN", "mtp_targets_BSM")
         targets = batch.labels_BS
-        if self.num_mtp_modules:
+        if batch.mtp_labels_BSM is not None:
             targets = torch.cat([targets[..., None], batch.mtp_labels_BSM], dim=-1)
         return Microbatch(
             batch.tokens_BS,
@@ -173,7 +173,7 @@ class NextToken(Task):
         )
         return MTPLoss(loss, self.sizes.mtp_coeff) if self.num_mtp_modules else loss
 
-    def measure(self, batch: Any) -> float:
+    def measure(self, batch: Batch) -> float:
         """Return the number of bytes of text, for a figure that does not depend on the tokenizer."""
         return num_bytes(batch, self.tokenizer)
 
