@@ -35,7 +35,7 @@ from titan.config import schema as s
 from titan.config.errors import ConfigError, key_text
 from titan.config.plug_ins import door, parts_of
 from titan.config.schema import JobConfig, streams
-from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
+from titan.config.task import NEXT_TOKEN, any_options, reads_text, task_module, task_options
 from titan.config.toml import KeyPath, format_value, tomllib
 from titan.data import DataError
 from titan.data.sources import open_documents, resolve_sources
@@ -201,7 +201,7 @@ def job_facts(config: JobConfig) -> dict[str, Any]:
     facts["task.name"] = NEXT_TOKEN
     if module is not None:
         options = task_options(config)
-        free = getattr(options, "may_change", ("path",))
+        free = any_options(config).may_change
         facts["task.name"] = config.task.name or config.model.name
         facts |= {
             _OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free

@@ -26,7 +26,7 @@ from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig, reads_chats, streams
-from titan.config.task import check_task, reads_text, task_options
+from titan.config.task import any_options, check_task, reads_text
 from titan.data import DataError, default_cache_folder
 from titan.data.sources import open_documents
 from titan.data.special_tokens import LOSSY, SpecialTokens
@@ -117,7 +117,7 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
     """
     if not reads_text(config):
         if not [*check_task(config)]:
-            yield from getattr(task_options(config), "missing", list)()
+            yield from any_options(config).missing()
         return
     data, tokenizer = config.data, None
     if config.model.resolved[0] is not None:
@@ -318,7 +318,8 @@ def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleVi
     """Check the hardware and packages of 8-bit matmuls, and the packages of the optimizer and of metrics' sinks."""
     sections = [section for _, section in eight_bit_sections(config)]
     metrics, optimizer = config.metrics, config.optimizer
-    moments = getattr(optimizer, "state_dtype", None)
+    traits = config.any_optimizer
+    moments = traits.state_dtype
     # /dev/kfd is AMD's driver.
     has_gpu = device == "cuda" or count_accelerators() > 0 or Path("/dev/kfd").exists()
     if not has_gpu and not all(section.emulate for section in sections):
@@ -336,7 +337,7 @@ def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleVi
         "optimizer.stochastic_rounding": (
             "torchao",
             "float8",
-            getattr(optimizer, "stochastic_rounding", False),
+            traits.stochastic_rounding,
         ),
         "optimizer.state_dtype": (
             "torchao",

@@ -138,7 +138,9 @@ def _validation(config: JobConfig) -> Iterator[RuleViolation]:
             sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
     # Streams and synthetic text never end, and validation on all of them would hang.
     endless = [s for s in sources if isinstance(s, HuggingFaceSource | SyntheticSource)]
-    if validation.steps == -1 and any(getattr(source, "streaming", True) for source in endless):
+    if validation.steps == -1 and any(
+        isinstance(source, SyntheticSource) or source.streaming for source in endless
+    ):
         yield "steps", "-1 reads the whole text, and a stream has no end; give a number"
 
 
@@ -179,7 +181,7 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
 def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     optimizer, tp = config.optimizer, config.parallelism.tensor_parallel_degree
     # fp32 weights keep every update, so there is nothing to round.
-    if getattr(optimizer, "stochastic_rounding", False) and config.training.dtype != "bfloat16":
+    if config.any_optimizer.stochastic_rounding and config.training.dtype != "bfloat16":
         yield "stochastic_rounding", 'needs training.dtype = "bfloat16"; set that, or use false'
     if optimizer.name == "AdamW8bit" and 8 % tp:
         # It quantizes blocks of at most an eighth of a row. Other degrees would cut them.

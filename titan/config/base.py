@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -128,6 +128,27 @@ HUB_DATASET = Permission(
 """Permission of dataset names: names that titan does not know are fetched from the Hugging Face hub."""
 TOKENIZER_FILE = Permission("read", option="--tokenizer PATH")
 """Permission of tokenizer paths: their files are copied into run folders and exports."""
+
+
+T = TypeVar("T")
+
+
+class _Completed:
+    def __init__(self, thing: object, defaults: type) -> None:
+        self._thing, self._defaults = thing, defaults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thing, name, getattr(self._defaults, name))
+
+
+def completed(thing: object, defaults: type[T]) -> T:
+    """Return an object of another package, with a class's values for the attributes that it lacks.
+
+    Args:
+        thing: such as a section, the options of a task, or the module of a family.
+        defaults: class whose attributes titan may read.
+    """
+    return cast(T, _Completed(thing, defaults))
 
 
 class Section(BaseModel):

@@ -59,12 +59,12 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
 
 def is_replica_group(config: JobConfig) -> bool:
     """Return whether the run is a replica group, even if it is the only group."""
-    return getattr(config.fault_tolerance, "enable", False)
+    return config.groups.enable
 
 
 def replica_group(config: JobConfig) -> int:
     """Return the number of the run's replica group, from 0."""
-    return getattr(config.fault_tolerance, "group_number", 0)
+    return config.groups.group_number
 
 
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:

@@ -235,6 +235,8 @@ def check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     import torch
     from torch import nn
 
+    from titan.parallel.module_kinds import FillsBuffers, is_kind
+
     try:
         # A module on meta needs no memory, whatever its size.
         with torch.device("meta"):
@@ -262,7 +264,7 @@ def check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
         f"has a buffer {prefix}.{buffer}, and {type(module).__name__} no reset_buffers() that fills it"
         for prefix, module in model.named_modules()
         for buffer in module._buffers
-        if not hasattr(module, "reset_buffers")
+        if not is_kind(module, FillsBuffers)
     ][:1]
     return tuple(
         ("model.name", f"{kind} of the family {name} {what}; {_DOCS}") for what in problems
@@ -401,7 +403,7 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
     """Check that a router can choose the configured numbers of experts and groups."""
     prefix, experts = "model.overrides", config.num_experts
     # A package's family may have its own router, without groups.
-    if not experts or not hasattr(config, "num_groups"):
+    if not experts or config.score is None:
         return
     groups, top_groups = config.num_groups, config.top_groups
     if config.score not in ("softmax", "sigmoid"):

@@ -66,7 +66,7 @@ def replica_groups(config: JobConfig) -> int:
 
     It is 1 unless a package adds keys to [fault_tolerance].
     """
-    return getattr(config.fault_tolerance, "num_groups", 1)
+    return config.groups.num_groups
 
 
 def degrees_of(config: JobConfig) -> dict[str, int]:

@@ -14,6 +14,7 @@ and sections through `titan.sections`. This module imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -29,6 +30,7 @@ from .base import (
     Positive,
     PositiveOrAuto,
     Section,
+    completed,
 )
 from .errors import SourceMap
 from .model import ModelSection
@@ -308,14 +310,77 @@ class HuggingFaceSource(DocumentOptions):
     """Documents shuffled together while streaming. 0 keeps the order of the files."""
 
 
-def streams(source: Any) -> bool:
-    """Return whether a source, also one of another package, is read while training."""
-    return getattr(source, "streaming", False)
+class SourceDefaults:
+    """Attributes of a source that titan reads, for sources that lack some.
+
+    Attributes:
+        type: kind of the source.
+        path: its files.
+        weight: its share of the samples.
+        streaming: it is read while training.
+        text_key: name of the field with the text.
+        messages_key: name of the field with messages.
+        documents: function that returns its `Documents`.
+    """
+
+    type: str = ""
+    path: str | None = None
+    weight: float = 1.0
+    streaming: bool = False
+    text_key: str | None = None
+    messages_key: str = ""
+    documents: Callable[[], Any] | None = None
 
 
-def reads_chats(source: Any) -> bool:
+def source_of(section: Section) -> SourceDefaults:
+    """Return a source, which may be another package's, with what it lacks."""
+    return completed(section, SourceDefaults)
+
+
+def streams(section: Section) -> bool:
+    """Return whether a source is read while training."""
+    return source_of(section).streaming
+
+
+def reads_chats(section: Section) -> bool:
     """Return whether a source has conversations."""
-    return bool(getattr(source, "messages_key", ""))
+    return bool(source_of(section).messages_key)
+
+
+class OptimizerDefaults:
+    """Attributes of [optimizer] that titan reads, for optimizers that lack some.
+
+    Attributes:
+        weight_decay: decay of the weights.
+        decay_norms: norms and biases decay, too.
+        state_dtype: dtype of the moments; None: that of the weights.
+        moments: number of moments of each parameter.
+        stochastic_rounding: bf16 weights are rounded at random.
+        early_step_in_backward: a parameter is updated once its gradient is ready.
+        build: function that returns the optimizer of a list of parameters.
+    """
+
+    weight_decay: float = 0
+    decay_norms: bool = True
+    state_dtype: str | None = None
+    moments: int = 2
+    stochastic_rounding: bool = False
+    early_step_in_backward: bool = False
+    build: Callable[[list[Any]], Any] | None = None
+
+
+class GroupDefaults:
+    """Attributes of [fault_tolerance] that titan reads, without the keys of replica groups.
+
+    Attributes:
+        enable: the run is a replica group.
+        group_number: its number, from 0.
+        num_groups: number of all groups.
+    """
+
+    enable: bool = False
+    group_number: int = 0
+    num_groups: int = 1
 
 
 # The built-in members. Type checkers see only these.
@@ -407,9 +472,19 @@ class JobConfig(Section):
     _whole: JobConfig | None = PrivateAttr(default=None)
 
     @property
+    def any_optimizer(self) -> OptimizerDefaults:
+        """Return [optimizer], which may be another package's, with what it lacks."""
+        return completed(self.optimizer, OptimizerDefaults)
+
+    @property
+    def groups(self) -> GroupDefaults:
+        """Return [fault_tolerance], with what it lacks if no package adds the keys of replica groups."""
+        return completed(self.fault_tolerance, GroupDefaults)
+
+    @property
     def steps_in_backward(self) -> bool:
-        """Return whether the optimizer, which may be another package's, updates a parameter once its gradient is ready."""
-        return getattr(self.optimizer, "early_step_in_backward", False)
+        """Return whether the optimizer updates a parameter once its gradient is ready."""
+        return self.any_optimizer.early_step_in_backward
 
     @property
     def source_map(self) -> SourceMap:

@@ -7,16 +7,68 @@ prediction are entry points of the group `titan.tasks`. docs/models.md has an ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from .base import completed
 from .errors import RuleViolation, choose
 from .model import check_fields, family, replace_fields
 from .plug_ins import load_plug_in, plug_ins
 from .schema import JobConfig, TaskSection
 
 NEXT_TOKEN = "next_token"
+
+
+class TaskModule:
+    """Attributes of the module of a task, or of the package of a family, that titan reads.
+
+    Attributes:
+        TASK: name of the task of a family.
+        TaskOptions: dataclass of [task] options.
+        build_task: function that returns the task.
+    """
+
+    TASK: str = NEXT_TOKEN
+    TaskOptions: Any = None
+    build_task: Callable[..., Any] | None = None
+
+
+class OptionDefaults:
+    """Attributes of a task's options that titan reads.
+
+    Attributes:
+        reads_text: the task reads the sources of [training] and [data] with a tokenizer.
+        predicts_tokens: the model's outputs are logits for the loss of [loss].
+        data_keys: keys of [data] that a task without text reads.
+        may_change: options that a resumed run may have otherwise.
+    """
+
+    reads_text: bool = True
+    predicts_tokens: bool = True
+    data_keys: tuple[str, ...] = ()
+    may_change: tuple[str, ...] = ("path",)
+
+    @staticmethod
+    def problems(config: JobConfig, sizes: Any) -> Iterable[Any]:
+        """Yield the mistakes of a job, each a key and a message."""
+        return ()
+
+    @staticmethod
+    def missing() -> Iterable[Any]:
+        """Yield what this machine lacks for the task."""
+        return ()
+
+    @staticmethod
+    def shrink() -> dict[str, Any]:
+        """Return the keys that make a job small."""
+        return {}
+
+
+def any_options(config: JobConfig) -> OptionDefaults:
+    """Return the options of a job's task, with what they lack."""
+    return completed(task_options(config), OptionDefaults)
 
 
 def task_module(config: JobConfig) -> ModuleType | None:
@@ -29,8 +81,8 @@ def task_module(config: JobConfig) -> ModuleType | None:
     name, package = config.task.name, None
     if not name:
         package = family(config.model.name)
-        name = getattr(package, "TASK", NEXT_TOKEN)
-    if package is not None and hasattr(package, "build_task"):
+        name = completed(package, TaskModule).TASK
+    if package is not None and completed(package, TaskModule).build_task is not None:
         return package
     if name == NEXT_TOKEN:
         return None
@@ -50,25 +102,24 @@ def options_of(module: ModuleType, section: TaskSection) -> Any:
 
 def reads_text(config: JobConfig) -> bool:
     """Return whether the task reads the sources of [training] and [data] with a tokenizer, as most tasks do."""
-    return _says(config, "reads_text")
+    return _said(config).reads_text
 
 
 def data_keys(config: JobConfig) -> tuple[str, ...]:
     """Return the keys of [data] that a task without text reads: those in the `data_keys` of its options."""
-    return _says(config, "data_keys", ())
+    return _said(config).data_keys
 
 
 def predicts_tokens(config: JobConfig) -> bool:
     """Return whether the model's outputs are logits for the loss of [loss], which may then apply the output layer itself."""
-    return _says(config, "predicts_tokens")
+    return _said(config).predicts_tokens
 
 
-def _says(config: JobConfig, name: str, default: Any = True) -> Any:
-    try:
+def _said(config: JobConfig) -> OptionDefaults:
+    module = None
+    with suppress(KeyError):  # `check_task` reports it
         module = task_module(config)
-    except KeyError:
-        return default  # `check_task` reports it
-    return default if module is None else getattr(module.TaskOptions, name, default)
+    return completed(module and module.TaskOptions, OptionDefaults)
 
 
 def check_task(config: JobConfig) -> Iterator[RuleViolation]:
@@ -88,7 +139,8 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
                 "next-token prediction has none; set task.name to the task of a package",
             )
         return
-    if not hasattr(module, "TaskOptions") or not hasattr(module, "build_task"):
+    has = completed(module, TaskModule)
+    if has.TaskOptions is None or has.build_task is None:
         name = getattr(module, "__name__", section.name)
         yield (
             "name",
@@ -99,7 +151,5 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
     yield from violations
     sizes = config.model.resolved[0]
     if not violations and sizes is not None:
-        options = task_options(config)
-        if hasattr(options, "problems"):
-            for key, *rest in options.problems(config, sizes):
-                yield f"task.{key}" if key.startswith("options.") else key, *rest
+        for key, *rest in any_options(config).problems(config, sizes):
+            yield f"task.{key}" if key.startswith("options.") else key, *rest

@@ -118,8 +118,10 @@ def _read_text(path: Path) -> str:
         raise problem(f"no such file{_nearest_files(path)}") from None
     except IsADirectoryError:
         raise problem(f"a folder, not a job file{_nearest_files(path / 'x')}") from None
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise problem(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise problem(f"cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # a null character in the name
+        raise problem(f"cannot be read: {error}") from None
 
 
 def _nearest_files(path: Path) -> str:

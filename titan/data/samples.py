@@ -127,7 +127,7 @@ def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Sa
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
     if len(parts) == 1 and not options.longest:
         return parts[0]
-    weights = [getattr(source, "weight", 1.0) for source in sources]
+    weights = [s.source_of(source).weight for source in sources]
     key = derive_key(options.seed, options.split, "blend")
     return BlendSamples(parts, weights=weights, key=key, seq_len=options.seq_len)
 

@@ -110,8 +110,8 @@ def open_documents(section: s.Section) -> Documents:
     Raises:
         DataError: the source is unusable, or contains no text.
     """
-    if hasattr(section, "documents"):
-        return section.documents()
+    if (own := s.source_of(section).documents) is not None:
+        return own()
     if isinstance(section, s.StdlibSource):
         return _from_files("stdlib", _stdlib_files(), "", read_python)
     if isinstance(section, s.TextSource):
@@ -144,7 +144,7 @@ def open_documents(section: s.Section) -> Documents:
             position=lambda: stream.position,
         )
     # Shards and synthetic ids become samples directly, without text (samples.py). A third party's section may lack a type.
-    kind = getattr(section, "type", type(section).__name__)
+    kind = s.source_of(section).type or type(section).__name__
     raise DataError(f"source '{kind}' holds no text to read")
 
 
@@ -345,7 +345,7 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
     """
     if dataset in _PRESETS:
         preset = _PRESETS[dataset]
-        path = dataset_path or getattr(preset, "path", None)
+        path = dataset_path or s.source_of(preset).path
         # A local copy without the hub's card has no configurations, so its files are read as plain files.
         if dataset_path and isinstance(preset, s.HuggingFaceSource):
             copy = Path(dataset_path).expanduser()
@@ -355,7 +355,7 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
             raise DataError(
                 f'dataset = "{dataset}" reads local files: set dataset_path beside it'
             )
-        return [preset.model_copy(update={"path": path}) if hasattr(preset, "path") else preset]
+        return [preset if path is None else preset.model_copy(update={"path": path})]
     if "/" in dataset and not Path(dataset).expanduser().exists():
         return [s.HuggingFaceSource(path=dataset_path or dataset)]
     # Names of the hub have a slash, so this name is misspelt.

@@ -170,7 +170,7 @@ def describe_sources(config: s.JobConfig) -> str:
         return config.training.dataset + (f" ({path})" if path else "")
     total = sum(source.weight for source in sources)
     return ", ".join(
-        f"{source.type} {getattr(source, 'path', '')}".rstrip()
+        f"{source.type} {s.source_of(source).path or ''}".rstrip()
         + (f" {source.weight / total:.0%}" if len(sources) > 1 else "")
         for source in sources
     )

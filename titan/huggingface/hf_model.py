@@ -33,9 +33,7 @@ def differences(sizes: Any, other: Any) -> dict[str, Any]:
 
     Fields about initialization and balancing do not count, and those of YaRN only with it.
     """
-    ignored = ("init_std", "_coeff", "rope_mscale")[
-        : 2 + (not getattr(sizes, "rope_factor", 1))
-    ]
+    ignored = ("init_std", "_coeff", "rope_mscale")[: 2 + (not sizes.rope_factor)]
     return {
         f.name: value
         for f in dataclasses.fields(sizes)

@@ -327,7 +327,7 @@ def defer_lm_head(output: nn.Module) -> None:
     Raises:
         ValueError: the layer has a bias.
     """
-    if getattr(output, "bias", None) is not None:
+    if any(name == "bias" for name, _ in output.named_parameters()):
         raise ValueError(
             "the loss applies the output layer's weight only: build it with bias=False"
         )

@@ -219,11 +219,10 @@ def _states(config: JobConfig) -> str:
     """Describe the dtypes of parameters and of the optimizer's moments."""
     optimizer, dtype = config.optimizer, config.training.dtype
     # Optimizers without this option keep moments in the dtype of the parameters.
-    moments = getattr(optimizer, "state_dtype", None) or dtype
+    moments = config.any_optimizer.state_dtype or dtype
     moments = "8-bit" if optimizer.name == "AdamW8bit" else moments
-    rounding = (
-        " rounded stochastically" if getattr(optimizer, "stochastic_rounding", False) else ""
-    )
+    rounds = config.any_optimizer.stochastic_rounding
+    rounding = " rounded stochastically" if rounds else ""
     return f"{dtype} parameters{rounding}, {moments} optimizer"
 
 

@@ -29,10 +29,8 @@ class HostMemoryError(RunFailure):
 def out_of_memory(error: BaseException | None) -> HostMemoryError | None:
     """Return an error that explains an exception, or None if its cause is no shortage of host memory."""
     while error is not None:
-        is_known = (
-            isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-        )
-        if is_known or _SHORTAGE.search(str(error)):
+        lacks = isinstance(error, OSError) and error.errno == errno.ENOMEM
+        if lacks or isinstance(error, MemoryError) or _SHORTAGE.search(str(error)):
             line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             return HostMemoryError(f"out of memory: {line}; {_advice()}")
         error = error.__cause__ or error.__context__

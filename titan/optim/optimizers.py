@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from titan.config.base import completed
 from titan.config.plug_ins import door, require_part
 from titan.config.schema import (
     AdamOptions,
@@ -23,6 +24,7 @@ from titan.config.schema import (
     AdamW8bitSection,
     AdamWSection,
     MuonSection,
+    OptimizerDefaults,
     OptimizerSection,
 )
 from titan.parallel.float8 import plain
@@ -79,7 +81,7 @@ def build_optimizer(
         backend: Backend of torch.compile for the update of AdamW and Adam. Empty: torch's own fused kernel.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
-    build = getattr(section, "build", None)
+    build = completed(section, OptimizerDefaults).build
     if build is not None:
         optimizer = build(list(named.values()))
     elif isinstance(section, MuonSection):

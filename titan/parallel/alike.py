@@ -31,12 +31,12 @@ def require_alike_modules(model: nn.Module, *, num_ranks: int) -> None:
 
 
 def _reason(module: nn.Module, num_ranks: int) -> str:
-    if hasattr(module, "num_embeddings"):
-        if getattr(module, "max_norm", None) is not None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
             return "shortens rows of its weight in the forward pass, of which ranks have copies or parts: leave max_norm out, and shorten them after the optimizer's step"
-        if getattr(module, "sparse", False):
+        if module.sparse:
             return "makes sparse gradients, which cannot be reduced: set sparse=False"
-        if num_ranks > 1 and getattr(module, "scale_grad_by_freq", False):
+        if num_ranks > 1 and module.scale_grad_by_freq:
             return "divides gradients by how often an id is in this rank's batch: set scale_grad_by_freq=False"
     normalizes = isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False)
     is_local = normalizes and module.training and not isinstance(module, nn.SyncBatchNorm)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .module_kinds import FillsBuffers, is_kind
 from .torch_compat import compute_local_shape_and_global_offset
 
 # Names that wrappers put into a parameter's name.
@@ -66,7 +67,7 @@ def materialize(
         for name, buffer in module.named_buffers(prefix, recurse=False)
         if buffer.is_meta
     ]
-    left = [(name, module) for name, module in on_meta if not hasattr(module, "reset_buffers")]
+    left = [(name, module) for name, module in on_meta if not is_kind(module, FillsBuffers)]
     if left and fill_buffers is None:
         raise ValueError(
             f"nothing fills the buffers {', '.join(name for name, _ in left)}, which were built on meta: give their modules a "
@@ -92,8 +93,8 @@ def materialize(
                 module._buffers[name] = buffer.to(buffers_on or device)
     # Buffers are filled last, since their values may be computed on the device.
     for module in dict.fromkeys(module for _, module in on_meta):
-        if hasattr(module, "reset_buffers"):
-            module.reset_buffers()  # pyrefly: ignore[not-callable]
+        if is_kind(module, FillsBuffers):
+            module.reset_buffers()
     if left and fill_buffers is not None:
         _fill(left, fill_buffers)
 

@@ -25,6 +25,15 @@ class ExpertModule(Protocol):
     dispatcher: Callable[..., Tensor]
 
 
+@runtime_checkable
+class FillsBuffers(Protocol):
+    """Module that computes its buffers, which were built on meta."""
+
+    def reset_buffers(self) -> None:
+        """Fill the buffers, in place."""
+        ...
+
+
 class RouteSource(Protocol):
     """Source of routes in place of the router's choice, which also observes the routes taken."""
 

@@ -97,6 +97,10 @@ class ModelSizes:
         reach: Tokens before a token that a short convolution needs.
         heads_of_blocks: Attention heads of each block, if blocks have other numbers.
         refuses: Techniques that the model cannot have, each with the reason. None: titan checks all of them.
+        score: How a router scores experts; None: the family has a router of another kind.
+        num_groups: Groups of experts, of which a token goes to the best `top_groups`; 0: no groups.
+        group_top_k: Experts whose scores add up to that of their group.
+        rope_factor: Factor by which YaRN stretches the context.
         facts: Values that decide what the model computes, in place of the fields.
     """
 
@@ -113,6 +117,11 @@ class ModelSizes:
     reach: Any = 0
     heads_of_blocks: Any = ()
     refuses: Any = None
+    score: Any = None
+    num_groups: Any = 0
+    top_groups: Any = 0
+    group_top_k: Any = 1
+    rope_factor: Any = 1
     facts: Any = None
 
     @property

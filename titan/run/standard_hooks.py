@@ -34,10 +34,13 @@ def load_hooks() -> dict[str, HookFactory]:
         raise InputError(
             f"the installation of titan is older than its code, and has no hooks: {fix}"
         )
+    return dict(sorted(loaded.items(), key=lambda item: _priority(item[1])))
+
+
+def _priority(factory: HookFactory) -> int:
     # A function has no priority before it returns a hook.
-    return dict(
-        sorted(loaded.items(), key=lambda item: getattr(item[1], "priority", Hook.priority))
-    )
+    is_class = isinstance(factory, type) and issubclass(factory, Hook)
+    return factory.priority if is_class else Hook.priority
 
 
 def standard_hooks(trainer: RunProgress) -> list[Hook]:

@@ -121,8 +121,8 @@ def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
     # Momentum alone.
     if optimizer.name == "Muon" and in_blocks:
         return _BYTES[dtype]
-    moments = getattr(optimizer, "moments", 2)  # sections of other packages may name it
-    return moments * _BYTES[getattr(optimizer, "state_dtype", None) or dtype]
+    traits = config.any_optimizer
+    return traits.moments * _BYTES[traits.state_dtype or dtype]
 
 
 def activation_elements(

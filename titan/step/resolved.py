@@ -11,6 +11,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+from titan.config.base import completed
 from titan.config.layout import Layout, stage_split
 from titan.config.model import family
 from titan.config.phases import Phase, longest_sequence, mesh_of, phases_of
@@ -21,6 +22,7 @@ from titan.config.schema import (
     JobConfig,
     MXSection,
 )
+from titan.config.task import OptionDefaults
 from titan.parallel.schedules import splits_backward
 from titan.parallel.stage_split import StageSplit
 from titan.parallel.torch_compat import can_split_custom_functions
@@ -140,7 +142,7 @@ def _techniques(config: JobConfig, layout: Layout, task: Task) -> Techniques:
         loss_parallel=loss_parallel,
         output_in_loss=(
             applies_output
-            and getattr(task.options, "predicts_tokens", True)
+            and completed(task.options, OptionDefaults).predicts_tokens
             and loss_parallel
             and (not splits or can_split_custom_functions())
         ),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -400,7 +400,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     if config.parallelism.fsdp_separate_reduce_scatter:
         separate_reduce_scatter(stages.values())
     in_loss = job.techniques.output_in_loss
-    output: Any = getattr(stages[max(stages)], "output", None) if in_loss else None
+    output = dict(stages[max(stages)].named_children()).get("output") if in_loss else None
     loss_sum = job.task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:

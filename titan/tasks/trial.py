@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.base.untrusted import InputError
+from titan.config.base import completed
+from titan.config.task import OptionDefaults
 from titan.tasks.base import Task
 
 _NUM_LOGITS = 2**24  # of the trial: 64 MiB
@@ -14,7 +16,9 @@ _NUM_LOGITS = 2**24  # of the trial: 64 MiB
 
 def try_loss(task: Task, mesh: DeviceMesh, device: torch.device) -> None:
     """Try a task's own loss of logits on a sample of zeros, and on two. Raises InputError if it is no sum that can be trained on."""
-    if not getattr(task.options, "predicts_tokens", True) or task.loss_can("applies_output"):
+    if not completed(task.options, OptionDefaults).predicts_tokens or task.loss_can(
+        "applies_output"
+    ):
         return
     try:
         one, two = (_value(task, mesh, device, count) for count in (1, 2))
@@ -42,8 +46,9 @@ def _value(task: Task, mesh: DeviceMesh, device: torch.device, count: int) -> fl
     logits = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
     logits = torch.cat([logits] * count).requires_grad_()
     value = task.loss(mesh, output=None, float8=())(logits, micro.targets)
-    if getattr(value, "shape", None) != ():
-        what = getattr(value, "shape", type(value).__name__)
+    is_tensor = isinstance(value, Tensor)
+    if not is_tensor or value.shape:
+        what = value.shape if is_tensor else type(value).__name__
         raise ValueError(f"it returned {what}, not a scalar tensor: return the sum")
     if not value.requires_grad or not value.isfinite():
         raise ValueError(f"{value} is not finite, or has no gradient in the logits")

@@ -21,7 +21,7 @@ from typing import Protocol
 from titan.base.hardware import require_memory, usable_cores
 from titan.config.options import add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import door, require_part
-from titan.config.schema import Section
+from titan.config.schema import Section, source_of
 from titan.data import DataError
 from titan.data.cache import display, exclusive
 from titan.data.conversations import conversations
@@ -94,7 +94,7 @@ def _open(arguments: Namespace) -> Documents:
         return open_all([source_of_path(path, **keys) for path in arguments.input])
     [section] = resolve_sources(arguments.dataset, dataset_path=arguments.dataset_path)
     # The option's key, even its default, replaces a preset's key.
-    if hasattr(section, "text_key"):
+    if source_of(section).text_key is not None:
         section = section.model_copy(update={"text_key": key})
     return open_all([section])
 

@@ -16,6 +16,7 @@ import titan
 from titan.base.untrusted import InputError
 from titan.config.options import command_parser, mistake, positive
 from titan.config.plug_ins import door, plug_ins, require_part
+from titan.config.schema import source_of
 from titan.config.toml import format_value
 
 STARTER = "starter"
@@ -172,7 +173,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     source: Any = source_of_path(options.text, text_key="text")
     documents = open_all([source])
     num_bytes = documents.num_bytes or 0
-    path = getattr(source, "path", None)  # Python's library has none
+    path = source_of(source).path  # Python's library has none
     changes: dict[str, dict[str, Any]] = {
         "training": {"dataset": source.type, "dataset_path": path}
     }

@@ -14,6 +14,7 @@ from titan.observe.clock import Window
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport
+from titan.tasks.next_token import MTPLoss
 
 
 class MTPMetrics(Hook):
@@ -28,7 +29,8 @@ class MTPMetrics(Hook):
 
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
-        self.means: list[torch.Tensor] = getattr(trainer.train_step.loss_sum, "means", [])
+        loss = trainer.train_step.loss_sum
+        self.means: list[torch.Tensor] = loss.means if isinstance(loss, MTPLoss) else []
         self.measured: AsyncScalars | None = None
 
     def before_forward(self, batches: Sequence[TensorBatch]) -> None:

@@ -89,8 +89,8 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _in_optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     """Yield the differences of weight decay."""
-    is_decayed = getattr(config.optimizer, "weight_decay", 0)
-    if is_decayed and not getattr(config.optimizer, "decay_norms", True):
+    optimizer = config.any_optimizer
+    if optimizer.weight_decay and not optimizer.decay_norms:
         yield (
             "optimizer.decay_norms",
             "false spares norms from weight decay; TorchTitan does not",

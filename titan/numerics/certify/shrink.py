@@ -29,7 +29,7 @@ from titan.config.model import (
 from titan.config.phases import DEGREES, longest_sequence, sequence_lengths
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
-from titan.config.task import task_options
+from titan.config.task import any_options
 from titan.numerics.tables import TABLES
 
 STEPS, BATCH, LENGTH, VOCABULARY, WINDOW, UNIT, CLIPPED = 10, 8, 64, 512, 24, 16, 0.1
@@ -73,8 +73,7 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
         unit = UNIT * (1 + any(name.endswith(".mx") for name in section.converters))
         small = small_sizes(sizes, tp=tp, longest=longest_sequence(config), unit=unit)
         keys["model.overrides"] = small | ({"n_layers": n_layers} if n_layers else {})
-    if (small_task := getattr(task_options(config), "shrink", None)) is not None:
-        keys |= small_task()
+    keys |= any_options(config).shrink()
     for name in ("fsdp_blocks_per_unit", "fsdp_kept_blocks"):
         keys[f"parallelism.{name}"] = min(getattr(config.parallelism, name), 2)
     if ac.selective_ac_option not in ("op", "1"):
@@ -159,10 +158,10 @@ def _scaled(value: int, small: int, large: int, unit: int) -> int:
 
 def _num_experts(sizes: Any) -> int:
     """Return the least number of experts with the job's groups and twice as many experts as a token goes to."""
-    groups, best = getattr(sizes, "num_groups", 0) or 1, getattr(sizes, "top_groups", 0) or 1
+    groups, best = sizes.num_groups or 1, sizes.top_groups or 1
     each = max(
         ceil(sizes.top_k / best),
-        getattr(sizes, "group_top_k", 1),
+        sizes.group_top_k,
         ceil(2 * sizes.top_k / groups),
     )
     each += each * groups % 2  # ranks share them
