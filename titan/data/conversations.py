@@ -1,15 +1,16 @@
-"""Contract of the optional part for conversations. Imports no torch."""
+"""Contract of the optional part for conversations. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from titan.config.plug_ins import door, require_part
 from titan.data.rows import TakeRow
 from titan.data.tokenizer import Tokenizer
 from titan.data.unread import Counts
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Template(Protocol):
