@@ -136,21 +136,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def rank_environment(*paths: str) -> dict[str, str]:
+    """Return the variables of a process that is the only rank: it finds the modules of `paths` and of this folder first."""
+    search = filter(None, [*paths, str(HERE), os.environ.get("PYTHONPATH", "")])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(search),
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+
+
 def run(
     folder: Path, args: argparse.Namespace, contestant: str, *, limit_s: float
 ) -> dict[str, Any]:
     """Run a contestant's process on the job in `folder`; its figures, or what it failed with."""
-    search = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    if contestant == "before":
-        # In front of an installed titan, and of the one that this script belongs to. titan finds models/ beside itself.
-        search.insert(0, str(Path(os.environ["BEFORE"]).resolve()))
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(args.cache.resolve()),
-        "PYTHONPATH": os.pathsep.join(search),
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
-    }
+    # In front of an installed titan, and of the one that this script belongs to. titan finds models/ beside itself.
+    before = [str(Path(os.environ["BEFORE"]).resolve())] if contestant == "before" else []
+    environment = rank_environment(*before)
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(args.cache.resolve())
     begin = time.monotonic()
     with (folder / "log.txt").open("w") as log:
         command = [sys.executable, *COMMANDS[contestant]]
