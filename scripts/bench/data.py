@@ -274,42 +274,13 @@ def start(folder: Path, text: Path, cache: Path, *, ranks: int) -> float:
     return time.perf_counter() - begin
 
 
-def peaks_mib(root: int) -> dict[int, float]:
-    """Return the largest resident memory so far of a process and of all that it started."""
-    found, parents = {}, {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            parents[int(entry.name)] = int(
-                (entry / "stat").read_text().rsplit(")")[-1].split()[1]
-            )
-    for process in parents:
-        above = process
-        while above in parents and above != root:
-            above = parents[above]
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{process}/status").read_text().splitlines()
-            peak = next(line for line in lines if line.startswith("VmHWM"))
-            if above == root:
-                found[process] = int(peak.split()[1]) / 1024
-    return found
-
-
 def compare_start(folder: Path, *, rounds: int, megabytes: int) -> None:
     text = write_words(
         folder / "words.jsonl", lengths=range(200, 1200), num_bytes=megabytes * 1e6
     )
     # The start with a cache does not depend on the size.
     short = write_words(folder / "short.jsonl", lengths=range(200, 1200), num_bytes=2e7)
-    begin, peaks = time.perf_counter(), {}
-    loader = open_loader(s.JsonlSource(path=str(short)), "", folder / "warm")
-    while loader.samples.num_samples is None:
-        for process, peak in peaks_mib(os.getpid()).items():
-            peaks[process] = max(peak, peaks.get(process, 0))
-        time.sleep(0.2)
-    others = [round(peak) for process, peak in peaks.items() if process != os.getpid()]
-    print(
-        f"\n20 MB tokenized in {time.perf_counter() - begin:.0f} s; peaks of its processes: {others} MiB\n"
-    )
+    start(folder, short, folder / "warm", ranks=1)
     for ranks in (1, 2):
         cold, warm = [], []
         for turn in range(rounds):
