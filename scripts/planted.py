@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
+from scripts.pieces import LEFT, run_all  # noqa: E402
 from tests.support.lanes import cost_of, read_costs, read_promises  # noqa: E402
 from titan.config.toml import read_toml  # noqa: E402
 
@@ -81,7 +82,6 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
 
 # ---- the mutants of tests/promises.toml ------------------------------------------------------------
 
-LEFT = 75  # exit code of scripts/pieces.py, too
 LIMIT_S = 900  # of a function of tests
 FOUND = "red, and green without"
 AT_ONCE = 10  # proofs that run without their mutants
@@ -129,16 +129,17 @@ def judge(row: dict[str, Any], costs: dict[str, float], folder: Path) -> dict[st
     The copy in `folder` is made again for each mutant. Files that did not change keep their times, and so their compiled code.
     """
     tests = sorted(row["tests"], key=lambda test: cost_of(test, costs))
-    said: list[str] = []
+    found: dict[str, Any] = {"about": [row["mutant"], row["tests"]], "by": "", "said": []}
     copy_with(row["mutant"], folder)
     for marks, test in product(MARKS, tests):
         result, text = judge_test(test, marks, folder)
         if result == "red":
-            return {"result": "red", "by": text, "said": said}
+            print(f"row {row['number']}: red {text}", flush=True)
+            return found | {"result": "red", "by": text}
         if result != "none":
-            said.append(f"{test}: {result} {text}")
-    errors = any(": error" in line for line in said)
-    return {"result": "error" if errors else "green", "by": "", "said": said}
+            found["said"].append(f"{test}: {result} {text}")
+    errors = any(": error" in line for line in found["said"])
+    return found | {"result": "error" if errors else "green"}
 
 
 def without_mutants(rows: list[dict[str, Any]], state: dict[str, Any]) -> None:
@@ -158,24 +159,19 @@ def judge_promises(words: list[str]) -> int:
     parser.add_argument("rows", type=int, nargs="*", metavar="ROW")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no row after these")
     args = parser.parse_intermixed_args(words)
-    state = json.loads(args.state.read_text()) if args.state.exists() else {}
     rows = {str(row["number"]): row for row in read_promises()["promise"] if "mutant" in row}
+    about = {key: [row["mutant"], row["tests"]] for key, row in rows.items()}
     if args.rows:
         rows = {f"{number}": rows[f"{number}"] for number in args.rows}
-    end, left, costs = time.monotonic() + 60 * args.minutes, [], read_costs()
+    costs = read_costs()
     with tempfile.TemporaryDirectory() as copy:
-        for key, row in rows.items():
-            about = [row["mutant"], row["tests"]]
-            if state.get(key, {}).get("about") == about:
-                continue
-            if time.monotonic() > end:
-                left.append(key)
-                continue
-            start = time.monotonic()
-            found = judge(row, costs, Path(copy))
-            state[key] = {"about": about, "seconds": round(time.monotonic() - start), **found}
-            args.state.write_text(json.dumps(state, indent=1) + "\n")
-            print(key, found["result"], state[key]["seconds"], "s", found["by"], flush=True)
+        state = run_all(
+            args.state,
+            {key: partial(judge, row, costs, Path(copy)) for key, row in rows.items()},
+            is_current=lambda key, row: row["about"] == about.get(key),
+            minutes=args.minutes,
+        )
+    left = [key for key in rows if key not in state]
     new = [row for key, row in rows.items() if state.get(key, {}).get("result") == "red"]
     for first in range(0, len(new), AT_ONCE):
         without_mutants(new[first : first + AT_ONCE], state)

@@ -24,6 +24,7 @@ from tests.checkpoint.test_huggingface import (
 from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
+from tests.support.tables import table
 from titan import cli
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
@@ -429,15 +430,7 @@ PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 
 @pytest.mark.parametrize(
     ("published", "name", "flavor"),
-    [
-        ("Qwen3-30B-A3B", "qwen3", "30B-A3B"),
-        ("Qwen3-235B-A22B", "qwen3", "235B-A22B"),
-        ("DeepSeek-V3", "deepseek_v3", "671B"),
-        ("DeepSeek-V2", "deepseek_v3", "236B"),
-        ("DeepSeek-V2-Lite", "deepseek_v3", "16B"),
-        ("gpt-oss-20b", "gpt_oss", "20b"),
-        ("gpt-oss-120b", "gpt_oss", "120b"),
-    ],
+    table(__file__, "published_configs_are_our_flavors"),
 )
 def test_published_configs_are_our_flavors(published: str, name: str, flavor: str) -> None:
     found, sizes = read_sizes(HFFolder(Path(), PUBLISHED[published], {}))

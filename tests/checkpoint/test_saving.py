@@ -27,6 +27,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.metrics import read_json_lines
 from tests.support.runs import logged_rows
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.base.signals import StopRequest
 from titan.checkpoint import staging as staging_module
@@ -285,17 +286,7 @@ def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        (
-            {"interval": 500, "keep_every_n_steps": 750},
-            "checkpoint.keep_every_n_steps: .*1000",
-        ),
-        (
-            {"create_seed_checkpoint": True, "load_only": True},
-            "create_seed_checkpoint: is a save",
-        ),
-        ({"folder": "s4://bucket/run"}, "folder: .*s4://bucket/run.*not known"),
-    ],
+    table(__file__, "settings_that_contradict"),
 )
 def test_settings_that_contradict(
     settings: dict[str, Any], message: str, tmp_path: Path

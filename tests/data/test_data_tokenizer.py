@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import command
+from tests.support.tables import table
 from titan.base.untrusted import InputError
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError
@@ -328,12 +329,7 @@ def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "token", "why"),
-    [
-        ("7", {"content": "<|end|>"}, "gives '<|end|>' the id 7, and it is 2 here"),
-        ("1", {"content": "<taken>"}, "gives '<taken>' the id 1"),
-        ("-1", {"content": "<no>"}, "a token without a text or an id: '-1'"),
-        ("2", "junk", "a token without a text or an id: '2'"),
-    ],
+    table(__file__, "tokens_beside_that_disagree_are_refused"),
 )
 def test_tokens_beside_that_disagree_are_refused(
     number: str, token: Any, why: str, tmp_path: Path

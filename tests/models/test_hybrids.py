@@ -30,6 +30,7 @@ from tests.support.hf_families import (
 from tests.support.hf_folders import save_twin
 from tests.support.linear_attention import plant
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
@@ -261,13 +262,7 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        ("mamba2", "it has no attention at all, and titan reads its heads from there"),
-        ("nemotron_h", "layers.1 (NemotronHBlock) has neither attention through transformers' interface nor a recurrence that titan has"),
-        ("jamba", "layers.0 (JambaMambaDecoderLayer) has neither attention through transformers' interface nor a recurrence that titan has"),
-        ("zamba2", "layers.1.shared_transformer.self_attn.q_proj.weight and layers.3.shared_transformer.self_attn.q_proj.weight are one parameter, and titan gives each block its own"),
-        ("zaya", "ZayaModel itself has input_hidden_states_scale"),
-    ],
+    table(__file__, "a_hybrid_that_titan_cannot_run_is_refused_with_the_reason"),
 )  # fmt: skip
 def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(
     kind: str, reason: str

@@ -440,11 +440,7 @@ def test_split_counts_embedding_and_output() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"num_stages": 9}, "9 stages are more than .* = 8; use 8 stages or fewer"),
-        ({"num_stages": 4, "first_less": 5}, "stage 0 of 4 .* use 3 or less"),
-        ({"num_stages": 4, "last_less": 5}, "stage 3 of 4 .* norm and output"),
-    ],
+    table(__file__, "split_that_cannot_be"),
 )
 def test_split_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -202,14 +202,7 @@ def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [
-        ("--nodes=7", "expected such as --qos=high, and no option that titan slurm sets"),
-        ("--wrap=true", "expected such as --qos=high, and no option that titan slurm sets"),
-        ("--qos=a b", "expected such as --qos=high"),
-        ("--qos=$(touch HIT)", "expected such as --qos=high"),
-        ("--qos=x\n#SBATCH --wrap=y", "expected such as --qos=high"),
-        ("qos", "expected such as --qos=high"),
-    ],
+    table(__file__, "options_that_do_not_go_to_sbatch"),
 )
 def test_options_that_do_not_go_to_sbatch(
     tmp_path: Path, option: str, message: str, capfd: pytest.CaptureFixture[str]
