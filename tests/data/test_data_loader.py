@@ -28,16 +28,7 @@ from titan.losses.loss import IGNORED
 SEQ_LEN = 32
 TOKENIZER = bytes_tokenizer()
 # (ranks, rows a rank, accumulation): 24 samples a step each.
-LAYOUTS = [
-    (1, 24, 1),
-    (1, 12, 2),
-    (2, 12, 1),
-    (2, 3, 4),
-    (3, 8, 1),
-    (3, 4, 2),
-    (4, 6, 1),
-    (4, 3, 2),
-]
+LAYOUTS = table(__file__, "layouts")
 
 
 def training(**changes: Any) -> s.TrainingSection:

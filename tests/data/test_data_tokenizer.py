@@ -230,18 +230,6 @@ def test_inspect(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
     assert "258 ids" in shown and "bytes a token   1.00" in shown and "104 195 169 10" in shown
     assert main(["inspect", str(trained)]) == 0
     assert "300 ids" in capsys.readouterr().out
-    assert main(["inspect", str(trained / "nothing")]) == 2
-    assert "does not exist" in capsys.readouterr().err
-
-
-def test_train_refuses_a_vocabulary_without_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(["train", "--input", "stdlib", "--vocab-size", "100", "--output", str(tmp_path)])
-        == 2
-    )
-    assert "below 258" in capsys.readouterr().err
 
 
 def test_train_does_not_overwrite_a_tokenizer(
@@ -338,13 +326,7 @@ def test_tokens_beside_that_disagree_are_refused(
         word_tokenizer(tmp_path, added_tokens_decoder={number: token})
 
 
-FLAGS: list[dict[str, Any]] = [
-    {"special": True},
-    {"special": False, "lstrip": True},
-    {"special": True, "rstrip": True},
-    {"special": False, "normalized": True},
-    {"special": True, "lstrip": True, "rstrip": True, "normalized": True},
-]
+FLAGS: list[dict[str, Any]] = table(__file__, "flags")
 
 
 @pytest.mark.parametrize(

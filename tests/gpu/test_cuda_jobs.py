@@ -142,13 +142,7 @@ class CpuTrainer(Trainer):
         return torch.device("cpu")
 
 
-JOBS: dict[str, dict[str, Any]] = {
-    "masks": {"training": {"dataset": "stdlib"}, "data": {"document_mask": True}},
-    "validation": {
-        "validation": {"enable": True, "dataset": "synthetic", "freq": 1, "steps": 2},
-    },
-    "Muon": {"optimizer": {"name": "Muon", "ns_dtype": "float32"}},
-}
+JOBS: dict[str, dict[str, Any]] = table(__file__, "jobs")
 
 
 def run(

@@ -78,12 +78,7 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("architecture", "fields", "expected"),
-    [
-        ("LlamaForCausalLM", {}, {"head_dim": 16}),
-        ("HyperCLOVAXForCausalLM", {}, {"head_dim": 16, "attention_multiplier": 0.25}),
-        ("Exaone4ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 2}, {"layer_types": ["sliding_attention", "full_attention"] * 2}),
-        ("Qwen3ForCausalLM", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}),
-    ],
+    table(__file__, "derived_fields"),
 )  # fmt: skip
 def test_derived_fields(
     architecture: str, fields: dict[str, Any], expected: dict[str, Any]

@@ -244,16 +244,7 @@ def _check(results: list[dict[str, Any]], plan: StageSplit) -> None:
 
 
 # Ranks, schedule, microbatches: many, fewer than stages, several stages on the one rank there is.
-CASES = [
-    *((2, name, count) for name in SCHEDULES for count in (4, 6)),
-    (2, "GPipe", 1),
-    (2, "ZBVZeroBubble", 2),
-    (4, "1F1B", 4),
-    (4, "Interleaved1F1B", 6),
-    (4, "ZBVZeroBubble", 12),
-    (1, "LoopedBFS", 3),
-    (1, "DualPipeV", 4),
-]
+CASES = table(__file__, "cases")
 
 
 def _plan(case: tuple[int, str, int]) -> StageSplit:

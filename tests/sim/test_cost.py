@@ -167,13 +167,7 @@ def test_published_linear_attention(card: str, kind: str, heads: int, ms: float)
 
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "pairs"),
-    [
-        (4, 4, False, 16),
-        (4, 4, True, 10),
-        (2, 4, True, 5),
-        (4, 2, True, 3 + 4),
-        (1, 1, True, 1),
-    ],
+    table(__file__, "visible_keys"),
 )
 def test_visible_keys(queries: int, keys: int, causal: bool, pairs: int) -> None:
     """The queries of one of two ranks see half of the pairs that all queries see, which are 10 of 4 by 4."""
@@ -461,16 +455,7 @@ def test_document_lengths_are_those_of_the_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("routing", "mean", "most"),
-    [
-        ("W0", 1.0, 1.0),
-        ("W1", 2.25, 2.25),
-        ("W2", 3.25, 3.25),
-        ("W3", 1.0, 1.0),
-        ("W4", 1.75, 1.75),
-        ("W5", 4.0, 4.0),
-        ("W6", 3.25, 3.25),
-        ("W7", 1 + 2.25 / 8, 3.25),
-    ],
+    table(__file__, "loads_of_named_routings"),
 )
 def test_loads_of_named_routings(routing: str, mean: float, most: float) -> None:
     """Eight experts on four ranks. The hot ones get 3/4 of the tokens, and an eighth of the rest each."""

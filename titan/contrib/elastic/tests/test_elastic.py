@@ -464,17 +464,7 @@ def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> li
 
 @pytest.mark.parametrize(
     ("visible", "options", "expected"),
-    [
-        (None, ["--groups", "2"], ["0,1,2,3", "4,5,6,7"]),
-        (None, ["--groups", "2", "--nproc", "2"], ["0,1", "2,3"]),
-        ("7,6,5,4,3,2,1,0", ["--groups", "4"], ["7,6", "5,4", "3,2", "1,0"]),
-        (
-            ",".join(f"GPU-{n}a" for n in range(8)),
-            ["--groups", "8"],
-            [f"GPU-{n}a" for n in range(8)],
-        ),
-        ("MIG-a, MIG-b", ["--groups", "2", "--nproc", "1"], ["MIG-a", "MIG-b"]),
-    ],
+    table(__file__, "groups_share_out_the_gpus"),
 )
 def test_groups_share_out_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
