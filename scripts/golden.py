@@ -25,82 +25,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from titan.config.toml import tomllib
+
 ROOT = Path(__file__).parents[1]
 JOB = "train_configs/debug_model.toml"
 # Columns of metrics.jsonl that hold time or memory of this run.
 ROW_KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss", "bits_per_byte")
 
-SMALL = [
-    *("--model.overrides.n_layers=4", "--training.seq_len=64", "--training.steps=6"),
-    *(
-        "--checkpoint.interval=3",
-        "--checkpoint.keep_latest_k=0",
-        "--lr_scheduler.total_steps=6",
-    ),
-]
-# Of jobs other than the debug model: their own sizes, six steps.
-OTHER = [
-    *("--training.steps=6", "--lr_scheduler.total_steps=6", "--lr_scheduler.warmup_steps=1"),
-    *("--checkpoint.enable=true", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"),
-    *("--metrics.log_freq=1", "--validation.enable=false"),
-]
-PP = "--parallelism.pipeline_parallel_degree=2"
-RUNS: dict[str, tuple[int, list[str]]] = {
-    "one process": (
-        1,
-        [
-            "--validation.enable=true",
-            "--validation.freq=2",
-            "--validation.steps=2",
-            "--data.validation_fraction=0.05",
-        ],
-    ),
-    "accumulation": (1, ["--training.global_batch_size=16"]),
-    "FSDP": (2, []),
-    "DDP": (2, ["--parallelism.data_parallel_replicate_degree=2"]),
-    "TP": (2, ["--parallelism.tensor_parallel_degree=2"]),
-    "CP": (2, ["--parallelism.context_parallel_degree=2"]),
-    "PP": (2, [PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
-    "Muon, selective AC": (
-        2,
-        ["--optimizer.name=Muon", "--activation_checkpoint.mode=selective"],
-    ),
-    "diffusion": (2, ["train_configs/diffusion_demo.toml"]),
-    "vision and language": (1, ["train_configs/vision_language_demo.toml"]),
-    "experts": (2, ["train_configs/demo_moe.toml"]),
-}
-TP2 = "--parallelism.tensor_parallel_degree=2"
-SIMS: dict[str, tuple[int, list[str]]] = {
-    "debug, FSDP": (4, [JOB]),
-    "debug, HSDP": (4, [JOB, "--parallelism.data_parallel_replicate_degree=2"]),
-    "debug, DDP": (2, [JOB, "--parallelism.data_parallel_replicate_degree=2"]),
-    "debug, TP": (4, [JOB, TP2]),
-    "debug, async TP": (
-        2,
-        [JOB, TP2, "--compile.enable=true", "--parallelism.enable_async_tensor_parallel=true"],
-    ),
-    "debug, CP": (4, [JOB, "--parallelism.context_parallel_degree=2"]),
-    "debug, ring": (
-        2,
-        [
-            JOB,
-            "--parallelism.context_parallel_degree=2",
-            "--parallelism.context_parallel_rotate_method=ring",
-        ],
-    ),
-    "debug, 1F1B": (4, [JOB, PP]),
-    "debug, zero bubble": (
-        2,
-        [JOB, PP, "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
-    ),
-    "debug, DualPipeV": (2, [JOB, PP, "--parallelism.pipeline_parallel_schedule=DualPipeV"]),
-    "debug, 3-D": (8, [JOB, PP, TP2]),
-    "debug, compiled": (2, [JOB, "--compile.enable=true"]),
-    "debug, full AC": (2, [JOB, "--activation_checkpoint.mode=full"]),
-    "8B": (8, ["train_configs/llama3_8b.toml"]),
-    "8B, TP": (16, ["train_configs/llama3_8b.toml", "--parallelism.tensor_parallel_degree=8"]),
-    "70B": (256, ["train_configs/llama3_70b.toml"]),
-}
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def jobs(part: str) -> Iterator[tuple[str, int, str, list[str]]]:
+    """Yield name, ranks, job file and settings of the rows of a part of golden.toml."""
+    for name, row in TABLE[part].items():
+        yield name, row["ranks"], row.get("job", JOB), row.get("settings", "").split()
 
 
 def titan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -115,17 +53,13 @@ def titan(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def runs() -> Iterator[tuple[str, Any]]:
     """Yield each small run's rows and its recorded last step (titan/numerics/recorder.py), resumed and not."""
-    for name, (ranks, settings) in RUNS.items():
+    for name, ranks, job, settings in jobs("runs"):
+        common = TABLE["small" if job == JOB else "other"].split()
         with tempfile.TemporaryDirectory() as folder:
             for last in ("", "--training.steps=3"):
                 run_dir = f"{folder}/resumed" if last else f"{folder}/whole"
-                job, small = (
-                    (settings, OTHER)
-                    if settings and settings[0][:2] != "--"
-                    else ([JOB], SMALL)
-                )
-                command = ["train", *job, *small, f"--job.dump_folder={run_dir}"]
-                command += [*(settings if job == [JOB] else []), f"--nproc={ranks}"]
+                command = ["train", job, *common, f"--job.dump_folder={run_dir}"]
+                command += [*settings, f"--nproc={ranks}"]
                 command.append("--debug.record_steps=[6]")
                 if last:
                     titan(*command, last)
@@ -143,11 +77,11 @@ def _run_figures(run_dir: Path) -> dict[str, Any]:
 
 def sims() -> Iterator[tuple[str, Any]]:
     """Yield each simulation's JSON, and the order of collectives by rank and stream."""
-    for name, (ranks, arguments) in SIMS.items():
+    for name, ranks, job, settings in jobs("sims"):
         with tempfile.TemporaryDirectory() as folder:
             out, trace = f"{folder}/sim.json", f"{folder}/trace.json"
             command = [f"--world-size={ranks}", "--hardware=h100-sxm", "--no-cache"]
-            titan("sim", *arguments, *command, f"--json={out}", f"--trace={trace}")
+            titan("sim", job, *settings, *command, f"--json={out}", f"--trace={trace}")
             figures = json.loads(Path(out).read_text())
             figures.pop("wall_s")
             events = json.loads(Path(trace).read_text())["traceEvents"]

@@ -9,37 +9,18 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from tests.support.hf_sizes import overrides_of
 from titan.config.errors import ConfigError
 from titan.config.layout import resolve_layout
 from titan.config.schema import JobConfig
+from titan.config.toml import read_toml
 from titan.numerics.certify.command import Certifier
 
 Fields = dict[str, Any]
-# Outputs and caches of a call, and what no forward pass reads.
-_OF_CALL = (
-    "use_cache",
-    "output_",
-    "return_",
-    "is_encoder_decoder",
-    "is_decoder",
-    "use_mambapy",
-)
-_ROPES: dict[str, Fields] = {
-    "linear": {"factor": 2.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
-    "llama3": {
-        **{"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        "original_max_position_embeddings": 32,
-    },
-}
-_TEXTS = {
-    "hidden_act": ("gelu_pytorch_tanh", "relu"),
-    "scoring_func": ("sigmoid", "softmax"),
-    "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
-}
+TABLES = read_toml(Path(__file__).with_suffix(".toml"))[0]
 
 
 def branches(architecture: str) -> dict[str, Fields]:
@@ -53,25 +34,22 @@ def branches(architecture: str) -> dict[str, Fields]:
     found: dict[str, Fields] = {}
     for key, value in sorted(config.items()):
         is_read = re.search(rf"config\.{key}\b|[\"']{key}[\"']", code) is not None
-        if isinstance(value, bool) and is_read and not key.startswith(_OF_CALL):
+        if isinstance(value, bool) and is_read and not key.startswith(tuple(TABLES["of_call"])):
             found[f"{key} = {str(not value).lower()}"] = {key: not value}
         if isinstance(value, str):
-            others = [text for text in _TEXTS.get(key, ()) if text != value]
+            others = [text for text in TABLES["texts"].get(key, ()) if text != value]
             found |= {f'{key} = "{text}"': {key: text} for text in others}
         is_by_layer = isinstance(value, list) and len(value) == config.get("num_hidden_layers")
         if is_by_layer and all(isinstance(one, str) for one in value):
             named = {*re.findall(r"[\"'](\w+)[\"']", code)} & {*ALLOWED_LAYER_TYPES}
             for one in sorted(named | {*value}):
                 layers = [value[0], *[one] * (len(value) - 1)]
-                window = (
-                    {"sliding_window": 8}
-                    if "sliding" in one and "sliding_window" in config
-                    else {}
-                )
-                found[f'{key} with "{one}"'] = {key: layers, **window}
+                changed = found[f'{key} with "{one}"'] = {key: layers}
+                if "sliding" in one and "sliding_window" in config:
+                    changed["sliding_window"] = 8
     rope = config.get("rope_parameters") or {}
     if "rope_type" in rope:
-        for name, more in _ROPES.items():
+        for name, more in TABLES["ropes"].items():
             table = {**rope, "rope_type": name, **more}
             found[f'rope_type = "{name}"'] = {"rope_parameters": table}
     return found

@@ -16,54 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.rows import read_rows
+from titan.config.toml import tomllib
 
 ROOT = Path(__file__).parents[1]
 OUT, PICTURES = ROOT / "outputs" / "moe_curve", ROOT / "docs" / "pictures"
-COMMON = [
-    *("--model.name=qwen3", "--model.flavor=demo_moe", "--debug.seed=1"),
-    *(
-        "--training.steps=800",
-        "--training.local_batch_size=4",
-        "--metrics.enable_tensorboard=false",
-    ),
-    *("--validation.freq=100", "--validation.steps=8", "--checkpoint.enable=false"),
-]
-
-
-def coefficients(*, bias: float, loss: float) -> list[str]:
-    """Return the settings of the two balance terms: the step of the routing bias, and the global-batch loss."""
-    return [
-        f"--model.overrides.load_balance_coeff={bias}",
-        f"--model.overrides.global_balance_coeff={loss}",
-    ]
-
-
-RUNS = {
-    "balanced": coefficients(bias=1e-2, loss=1e-2),
-    "unbalanced": coefficients(bias=0.0, loss=0.0),
-    "dense": ["--model.overrides.num_experts=0", "--model.overrides.ffn_dim=512"],
-}
-STYLES = {"balanced": "#228833", "unbalanced": "#cc3311", "dense": "#555555"}
-LABELS = {
-    "balanced": "experts, balanced",
-    "unbalanced": "experts, no balance terms",
-    "dense": "dense twin",
-}
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+RUNS = TABLES["runs"]
 
 
 def run() -> None:
-    for name, settings in RUNS.items():
+    for name, row in RUNS.items():
         if (OUT / name / "status.json").exists():
             continue
-        command = [
-            sys.executable,
-            "-m",
-            "titan.cli",
-            "train",
-            "train_configs/demo.toml",
-            *COMMON,
-        ]
-        command += [f"--job.dump_folder={OUT / name}", *settings]
+        command = [sys.executable, "-m", "titan.cli", "train", "train_configs/demo.toml"]
+        command += [*TABLES["common"], f"--job.dump_folder={OUT / name}", *row["settings"]]
         # One thread gives the same sums each time.
         subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -76,7 +42,7 @@ def draw() -> None:
     figure = Figure(figsize=(11, 3.8))
     left, right = figure.subplots(1, 2)
     for name, of_run in rows.items():
-        style = {"color": STYLES[name], "label": LABELS[name]}
+        style = {key: RUNS[name][key] for key in ("color", "label")}
         left.plot(*column(of_run, "validation_loss"), marker="o", markersize=4, **style)
         if name != "dense":
             right.plot(*column(of_run, "expert_imbalance"), **style)
@@ -97,7 +63,11 @@ def draw() -> None:
             for expert, ratio in enumerate(of_layer):
                 color = "black" if 0.3 < ratio < 2.8 else "white"
                 axes.text(expert, layer, f"{ratio:.2f}", ha="center", va="center", color=color)
-        axes.set(title=f"{LABELS[name]}, step {table['step']}", xlabel="expert", ylabel="layer")
+        axes.set(
+            title=f"{RUNS[name]['label']}, step {table['step']}",
+            xlabel="expert",
+            ylabel="layer",
+        )
         axes.set_yticks(range(len(ratios)))
     save(figure, "moe_loads.png")
     print("| run | validation loss | maxvio of each layer | dead experts |\n|---|--:|---|--:|")
@@ -106,7 +76,7 @@ def draw() -> None:
         last: dict[str, Any] = of_run[-1].get("experts", {})
         maxvio = ", ".join(f"{value:.2f}" for value in last.get("maxvio", [])) or "-"
         dead = sum(last["dead"]) if last else "-"
-        print(f"| {LABELS[name]} | {validation[-1]:.4f} | {maxvio} | {dead} |")
+        print(f"| {RUNS[name]['label']} | {validation[-1]:.4f} | {maxvio} | {dead} |")
 
 
 def column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -4,7 +4,8 @@
     python scripts/pieces.py full STATE.json --write tests/full.toml         # and keep the result in the tree, once all pieces have run
 
 A piece runs as scripts/test.sh runs the whole. STATE.json holds, for each piece, what passed, failed and was skipped, its seconds and those
-of the CPUs for all processes that it waited for. It belongs to one commit and one torch. The exit code is 0 if all pieces have run and passed, 75 if some are left.
+of the CPUs for all processes that it waited for. A result counts for one commit and one torch. The exit code is 0 if all pieces have run and
+passed, 75 if some are left. `run_all` also keeps the results of scripts/drill.py and of `scripts/planted.py promises`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,10 +25,39 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 LEFT = 75
+Result = dict[str, Any]
 
 
 def git(*arguments: str) -> str:
     return subprocess.check_output(["git", "-C", str(ROOT), *arguments], text=True).strip()
+
+
+def run_all(
+    file: Path,
+    runs: Mapping[str, Callable[[], Result]],
+    *,
+    is_current: Callable[[str, Result], bool],
+    minutes: float,
+) -> dict[str, Result]:
+    """Run what a file has no current result of, and write each result to it. Returns the current results by name.
+
+    Args:
+        file: the results of earlier calls.
+        runs: what to run, by name.
+        is_current: whether a result of an earlier call counts.
+        minutes: nothing begins after these.
+    """
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = {name: row for name, row in kept.items() if is_current(name, row)}
+    end = time.monotonic() + 60 * minutes
+    for name, run in runs.items():
+        start = time.monotonic()
+        if name in found or start > end:
+            continue
+        result = run()
+        found[name] = result | {"seconds": round(time.monotonic() - start)}
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
 
 
 def pieces() -> Iterator[tuple[str, list[str]]]:
@@ -39,26 +70,18 @@ def pieces() -> Iterator[tuple[str, list[str]]]:
     yield from sorted(folders.items(), key=lambda pair: (pair[0] != "tests/parity", pair[0]))
 
 
-def run(files: list[str], *, lane: str, workers: int) -> dict[str, Any]:
-    """Run the tests of some files. Return what happened."""
-    options = ["-q", "--forks", str(workers)]
-    start = time.monotonic()
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "junit.xml")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--lane",
-            lane,
-            *options,
-            f"--junitxml={path}",
-        ]
+def run(folder: str, files: list[str], *, about: Result, workers: int) -> Result:
+    """Run the tests of a folder. Return what happened."""
+    print(f"---- {folder}", flush=True)
+    with TemporaryDirectory() as name:
+        path = Path(name, "junit.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "--lane", about["lane"]]
+        command += ["--forks", str(workers), f"--junitxml={path}"]
         process = subprocess.Popen([*command, *files], cwd=ROOT)
         _, status, used = os.wait4(process.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         cases = ElementTree.parse(path).getroot().iter("testcase") if path.exists() else []
-        found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
+        found: Result = {"of": about, "passed": 0, "failed": [], "skipped": []}
         for case in cases:
             name = f"{case.get('classname')}::{case.get('name')}"
             if case.find("failure") is not None or case.find("error") is not None:
@@ -69,17 +92,15 @@ def run(files: list[str], *, lane: str, workers: int) -> dict[str, Any]:
                 found["passed"] += 1
     if code not in (0, 1, 5) or (code == 1 and not found["failed"]):  # 5: no test of this lane
         found["failed"].append(f"pytest ended with {code}")
-    seconds = {"seconds": time.monotonic() - start, "cpu_s": used.ru_utime + used.ru_stime}
-    return found | {name: round(value) for name, value in seconds.items()}
+    return found | {"cpu_s": round(used.ru_utime + used.ru_stime)}
 
 
-def summary(state: dict[str, Any]) -> dict[str, Any]:
+def summary(about: Result, rows: Collection[Result]) -> Result:
     """Return the result of all pieces."""
-    rows = [*state["pieces"].values()]
     return {
-        "commit": state["commit"],
+        "commit": about["commit"],
         "date": time.strftime("%Y-%m-%d"),
-        "torch": state["torch"],
+        "torch": about["torch"],
         "passed": sum(row["passed"] for row in rows),
         "failed": [name for row in rows for name in row["failed"]],
         "skipped": sum(len(row["skipped"]) for row in rows),
@@ -100,36 +121,30 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="FOLDER", help="these pieces only")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no piece after these")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--again", action="store_true", help="forget what the state holds")
     parser.add_argument("--write", type=Path, help="file for the result, once all have run")
     args = parser.parse_args()
     about = {"lane": args.lane, "commit": git("rev-parse", "--short", "HEAD")}
     about["torch"] = torch.__version__
-    state: dict[str, Any] = {**about, "pieces": {}}
-    if args.state.exists() and not args.again:
-        state = json.loads(args.state.read_text())
-        if other := {k: state[k] for k in about if state[k] != about[k]}:
-            print(
-                f"{args.state} is of {other}, and this is {about}: pass --again to start over"
-            )
-            return 2
     if git("status", "--porcelain", "--untracked-files=no"):
         print("the checkout has changes that no commit has: commit them first")
         return 2
-    end, left = time.monotonic() + 60 * args.minutes, []
-    for folder, files in pieces():
-        if folder in state["pieces"] or (args.only and folder not in args.only):
-            continue
-        if time.monotonic() > end:
-            left.append(folder)
-            continue
-        print(f"---- {folder}", flush=True)
-        state["pieces"][folder] = run(files, lane=args.lane, workers=args.workers)
-        args.state.write_text(json.dumps(state, indent=1) + "\n")
-    for folder, row in sorted(state["pieces"].items(), key=lambda pair: -pair[1]["cpu_s"]):
+    every = dict(pieces())
+    runs = {
+        folder: partial(run, folder, files, about=about, workers=args.workers)
+        for folder, files in every.items()
+        if folder in (args.only or every)
+    }
+    state = run_all(
+        args.state,
+        runs,
+        is_current=lambda _, row: row["of"] == about,
+        minutes=args.minutes,
+    )
+    left = [folder for folder in runs if folder not in state]
+    for folder, row in sorted(state.items(), key=lambda pair: -pair[1]["cpu_s"]):
         text = f"{row['passed']:5d} passed {len(row['failed']):3d} failed {len(row['skipped']):3d} skipped"
         print(f"{folder:44s} {text} {row['seconds']:5d} s, {row['cpu_s']:5d} CPU-s")
-    found = summary(state)
+    found = summary(about, state.values())
     print(", ".join(f"{key} {value}" for key, value in found.items() if key != "failed"))
     for name in found["failed"]:
         print(f"FAILED {name}")

@@ -19,8 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,120 +27,12 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
+from scripts.pieces import LEFT, run_all  # noqa: E402
 from tests.support.lanes import cost_of, read_costs, read_promises  # noqa: E402
+from titan.config.toml import read_toml  # noqa: E402
 
-
-@dataclass(frozen=True)
-class Fault:
-    """Hold one fault. tests: the folders and files whose default lane must find it."""
-
-    name: str
-    what: str
-    file: str
-    right: str
-    wrong: str
-    tests: tuple[str, ...]
-
-
-PARITY = ("tests/parity",)
-FAULTS = (
-    Fault(
-        "tensor parallelism",
-        "the loss's gradient is kept, not summed, over the ranks of tp",
-        "titan/parallel/tensor_styles.py",
-        "return (x.to_local(grad_placements=(Partial(),)), *args[1:])",
-        "return (x.to_local(grad_placements=(Replicate(),)), *args[1:])",
-        PARITY,
-    ),
-    Fault(
-        "context parallelism",
-        "gradients of gathered keys are averaged, not summed",
-        "titan/parallel/collectives.py",
-        "mine = wait(start_reduce_scatter(precise, group=ctx.group, size=ctx.size))",
-        "mine = wait(start_reduce_scatter(precise / ctx.size, group=ctx.group, size=ctx.size))",
-        PARITY,
-    ),
-    Fault(
-        "pipeline parallelism",
-        "gradients are divided by the number of microbatches",
-        "titan/parallel/pipeline.py",
-        '"scale_grads": False',
-        '"scale_grads": True',
-        PARITY,
-    ),
-    Fault(
-        "expert parallelism",
-        "results of experts go back in another order",
-        "titan/parallel/expert.py",
-        "results_RD = permute(results_RD, routes.inverse_R, routes.order_R)",
-        "results_RD = permute(results_RD, routes.order_R, routes.inverse_R)",
-        PARITY,
-    ),
-    Fault(
-        "FSDP's units",
-        "gradients are halved where FSDP reduces them",
-        "titan/parallel/fsdp.py",
-        "module.set_gradient_divide_factor(1.0)",
-        "module.set_gradient_divide_factor(2.0)",
-        PARITY,
-    ),
-    Fault(
-        "clipping",
-        "each pipeline stage clips by its own norm",
-        "titan/optim/clipping.py",
-        "    if stages is not None:\n        dist.all_reduce(square, group=stages)\n",
-        "",
-        PARITY,
-    ),
-    Fault(
-        "divisor of the loss",
-        "each rank takes its own tokens for an equal share of all",
-        "titan/step/train_step.py",
-        "num_valid = _sum(_count_valid(local), self.groups.tokens)",
-        "num_valid = _count_valid(local) * self.num_replicas",
-        PARITY,
-    ),
-    Fault(
-        "order of samples",
-        "the rows of ranks overlap",
-        "titan/data/loader.py",
-        "first = begin + self.share.rank * self.share.batch",
-        "first = begin + self.share.rank",
-        ("tests/data",),
-    ),
-    Fault(
-        "commit of a checkpoint",
-        "a step that is saved again is deleted before the new one has its name",
-        "titan/checkpoint/commit.py",
-        "storage.rename(final, replaced)",
-        "storage.remove(final)",
-        ("tests/checkpoint", "tests/faults"),
-    ),
-    Fault(
-        "rules of the config",
-        "a rule is not asked",
-        "titan/checks/section_rules.py",
-        '    ("parallelism", _kept_blocks),\n',
-        "",
-        ("tests/config",),
-    ),
-    Fault(
-        "memory in the simulator",
-        "what a phase frees is counted once more",
-        "titan/sim/replay/memory.py",
-        "event, size = alive.pop(event.block), -size",
-        "event, size = alive.pop(event.block), 0",
-        ("tests/sim",),
-    ),
-    Fault(
-        "time in the simulator",
-        "arithmetic and memory traffic of attention do not overlap",
-        "titan/sim/price/cost.py",
-        "busy = max(busy, self._attention_s(kernel))",
-        "busy = busy + self._attention_s(kernel)",
-        ("tests/sim",),
-    ),
-)
+Fault = dict[str, Any]
+"""Text of a file (`before`) and what replaces it (`after`): a row of planted.toml, or a mutant of tests/promises.toml."""
 
 
 def copy_with(fault: Fault, folder: Path) -> None:
@@ -151,12 +42,12 @@ def copy_with(fault: Fault, folder: Path) -> None:
     for name in filter(None, listed.stdout.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(PROJECT / name, folder / name)
-    text = (folder / fault.file).read_text(encoding="utf-8")
-    if text.count(fault.right) != 1:
-        raise ValueError(
-            f"{fault.name}: {fault.file} holds the text {text.count(fault.right)} times"
-        )
-    (folder / fault.file).write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+    file = folder / fault["file"]
+    text = file.read_text(encoding="utf-8")
+    times = text.count(fault["before"])
+    if times != 1:
+        raise ValueError(f"{fault['file']} holds this text {times} times: {fault['before']}")
+    file.write_text(text.replace(fault["before"], fault["after"]), encoding="utf-8")
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -178,11 +69,11 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
         environment = environment_of(Path(name))
         pytest = ["-m", "pytest", "-q", "--forks", "2", "--maxfail", "10"]
         command = [sys.executable, *pytest, "--lane", "full", "-p", "no:cacheprovider"]
-        command += [test for test in tests if test.startswith(fault.tests)]
+        command += [test for test in tests if test.startswith(tuple(fault["tests"]))]
         run = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True)
     if run.returncode not in (0, 1, 2):
         raise RuntimeError(
-            f"{fault.name}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}"
+            f"{fault['name']}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}"
         )
     return re.findall(
         r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - |$)", run.stdout, re.MULTILINE
@@ -191,7 +82,6 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
 
 # ---- the mutants of tests/promises.toml ------------------------------------------------------------
 
-LEFT = 75  # exit code of scripts/pieces.py, too
 LIMIT_S = 900  # of a function of tests
 FOUND = "red, and green without"
 AT_ONCE = 10  # proofs that run without their mutants
@@ -238,19 +128,18 @@ def judge(row: dict[str, Any], costs: dict[str, float], folder: Path) -> dict[st
 
     The copy in `folder` is made again for each mutant. Files that did not change keep their times, and so their compiled code.
     """
-    mutant, name = row["mutant"], f"promise {row['number']}"
-    fault = Fault(name, "", mutant["file"], mutant["before"], mutant["after"], ())
     tests = sorted(row["tests"], key=lambda test: cost_of(test, costs))
-    said: list[str] = []
-    copy_with(fault, folder)
+    found: dict[str, Any] = {"about": [row["mutant"], row["tests"]], "by": "", "said": []}
+    copy_with(row["mutant"], folder)
     for marks, test in product(MARKS, tests):
         result, text = judge_test(test, marks, folder)
         if result == "red":
-            return {"result": "red", "by": text, "said": said}
+            print(f"row {row['number']}: red {text}", flush=True)
+            return found | {"result": "red", "by": text}
         if result != "none":
-            said.append(f"{test}: {result} {text}")
-    errors = any(": error" in line for line in said)
-    return {"result": "error" if errors else "green", "by": "", "said": said}
+            found["said"].append(f"{test}: {result} {text}")
+    errors = any(": error" in line for line in found["said"])
+    return found | {"result": "error" if errors else "green"}
 
 
 def without_mutants(rows: list[dict[str, Any]], state: dict[str, Any]) -> None:
@@ -270,24 +159,19 @@ def judge_promises(words: list[str]) -> int:
     parser.add_argument("rows", type=int, nargs="*", metavar="ROW")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no row after these")
     args = parser.parse_intermixed_args(words)
-    state = json.loads(args.state.read_text()) if args.state.exists() else {}
     rows = {str(row["number"]): row for row in read_promises()["promise"] if "mutant" in row}
+    about = {key: [row["mutant"], row["tests"]] for key, row in rows.items()}
     if args.rows:
         rows = {f"{number}": rows[f"{number}"] for number in args.rows}
-    end, left, costs = time.monotonic() + 60 * args.minutes, [], read_costs()
+    costs = read_costs()
     with tempfile.TemporaryDirectory() as copy:
-        for key, row in rows.items():
-            about = [row["mutant"], row["tests"]]
-            if state.get(key, {}).get("about") == about:
-                continue
-            if time.monotonic() > end:
-                left.append(key)
-                continue
-            start = time.monotonic()
-            found = judge(row, costs, Path(copy))
-            state[key] = {"about": about, "seconds": round(time.monotonic() - start), **found}
-            args.state.write_text(json.dumps(state, indent=1) + "\n")
-            print(key, found["result"], state[key]["seconds"], "s", found["by"], flush=True)
+        state = run_all(
+            args.state,
+            {key: partial(judge, row, costs, Path(copy)) for key, row in rows.items()},
+            is_current=lambda key, row: row["about"] == about.get(key),
+            minutes=args.minutes,
+        )
+    left = [key for key in rows if key not in state]
     new = [row for key, row in rows.items() if state.get(key, {}).get("result") == "red"]
     for first in range(0, len(new), AT_ONCE):
         without_mutants(new[first : first + AT_ONCE], state)
@@ -302,23 +186,22 @@ def judge_promises(words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
-    """Print a row for each fault. Return how many were not found."""
+    """Print a row for each fault of planted.toml. Return how many were not found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="faults whose names hold a word; default: all")
     words = parser.parse_args(words).words
     missed, tests = 0, lane()
     print("| planted in | fault | found by |\n|---|---|---|", flush=True)
-    for fault in FAULTS:
-        if words and not any(word in fault.name for word in words):
+    for fault in read_toml(Path(__file__).with_suffix(".toml"))[0]["fault"]:
+        if words and not any(word in fault["name"] for word in words):
             continue
         failures = failures_with(fault, tests)
         missed += not failures
-        found = (
-            f"{len(failures)}{'+' * (len(failures) >= 10)}, such as `{failures[0]}`"
-            if failures
-            else "**nothing**"
-        )
-        print(f"| {fault.name} | {fault.what} | {found} |", flush=True)
+        found = "**nothing**"
+        if failures:
+            more = "+" if len(failures) >= 10 else ""
+            found = f"{len(failures)}{more}, such as `{failures[0]}`"
+        print(f"| {fault['name']} | {fault['what']} | {found} |", flush=True)
     return missed
 
 

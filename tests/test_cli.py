@@ -286,19 +286,7 @@ def test_check_tells_everything_in_the_way() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "place"),
-    [
-        (["trian", DEBUG], "command line: trian: unknown command; did you mean 'train'?"),
-        (["\x1b]0;x"], "command line: \\u001b]0;x: unknown command"),
-        (["train"], "command line: no job file"),
-        (["train", DEBUG, "--training.x]=1"], 'train_configs/debug_model.toml:24: training."x]": unknown key'),
-        (["train", DEBUG, "--checkpoint.folder=ftp://a:b@c/d"], 'command line: checkpoint.folder: "ftp://a:...@c/d": has a password, '),
-        (["train", "none.toml"], "none.toml: "),
-        (["train", DEBUG, "--nprocs=2"], "command line: --nprocs: "),
-        (["check", DEBUG, "--ranks", "2"], "command line: --ranks: unknown option; here --world-size says how many"),
-        (["train", DEBUG, "--gpus=2"], "command line: --gpus: unknown option; here --nproc says how many"),
-        (["train", DEBUG, "--nproc=3", "--training.global_batch_size=32"], "command line: training.global_batch_size: "),
-        (["config", DEBUG, "--training.batch_size=0"], "command line: training.batch_size: "),
-    ],
+    table(__file__, "wrong_command_lines"),
 )  # fmt: skip
 def test_wrong_command_lines(argv: list[str], place: str) -> None:
     code, out, err = titan(*argv)

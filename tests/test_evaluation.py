@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.support.jobs import SMALL, with_changes
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
+from tests.support.tables import table as rows_of
 from tests.support.trainers import PoolTrainer
 from titan import cli
 from titan.base.untrusted import InputError
@@ -199,19 +200,7 @@ GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 0}'
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
-    [
-        ([GOOD, "{"], ":2: cannot be read: "),
-        (['{"context": "a"}'], ':1: has no answer; add "choices" and "answer", or a "target"'),
-        ([GOOD, "", GOOD.replace("0}", "2}")], ':3: has no answer; set "answer" to the number'),
-        ([GOOD.replace(', "answer": 0', "")], ':1: has no answer; set "answer"'),
-        ([GOOD.replace('"b", ', "")], ':1: "choices" must be a list of at least two texts'),
-        ([GOOD.replace("context", "text")], ':1: "context" is missing, or no text'),
-        (
-            [GOOD, '{"context": "a", "target": "b"}'],
-            ':2: has "target", and the lines before have',
-        ),
-        ([""], ": has no examples; write one object a line"),
-    ],
+    rows_of(__file__, "a_line_without_an_answer_is_named"),
 )
 def test_a_line_without_an_answer_is_named(
     tmp_path: Path, lines: list[str], expected: str
@@ -241,8 +230,6 @@ def test_a_job_names_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[
         == f'{file}:4: evaluation[1].tasks: two tasks are named "stdlib_cloze"; rename a file'
     )
     assert count == "2 problems"
-    assert cli.main(["evaluate", str(tmp_path), "--tasks", "stdlib_cloze,x/y.jsonl"]) == 2
-    assert "x/y.jsonl: cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_another_task_of_a_model_has_none(tmp_path: Path) -> None:

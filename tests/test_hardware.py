@@ -5,32 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from titan.base import hardware
 from titan.base.hardware import HARDWARE, by_name, recognise
 
-KNOWN = {
-    "NVIDIA H200": "h200-sxm",
-    "NVIDIA H200 NVL": "h200-nvl",
-    "NVIDIA H100 80GB HBM3": "h100-sxm",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA H100 NVL": "h100-nvl",
-    "NVIDIA GH200 480GB": "gh200-96g",
-    "NVIDIA A100-SXM4-80GB": "a100-80g",
-    "NVIDIA A100 80GB PCIe": "a100-80g",
-    "NVIDIA A100-PCIE-40GB": "a100-40g",
-    "NVIDIA B200": "b200",
-    "NVIDIA GB200": "gb200",
-    "NVIDIA GB300": "gb300",
-    "NVIDIA B300 SXM6 AC": "b300",
-    "AMD Instinct MI355X": "mi355x",
-    "AMD Instinct MI300X VF": "mi300x",
-    "NVIDIA GeForce RTX 4090": "rtx-4090",
-    # A slice and a laptop part have another peak; "H100" alone is sold in several speeds.
-    **dict.fromkeys(
-        ["NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
-    ),
-    **dict.fromkeys(["cpu", "", "NVIDIA H20", "NVIDIA H100"]),
-}
+# **dict.fromkeys(: A slice and a laptop part have another peak; "H100" alone is sold in several speeds.
+KNOWN = table(__file__, "known")
 
 
 @pytest.mark.parametrize("device_name", KNOWN)
@@ -70,33 +50,12 @@ def test_unknown_name_lists_the_known() -> None:
         by_name("h900")
 
 
-ALL = {"CUDA_VISIBLE_DEVICES": "0,1,2"}
 NVIDIA, CPU_NODES = ["nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl"], ["0", "0"]
 
 
 @pytest.mark.parametrize(
     ("version", "nvidia", "amd", "variables", "count"),
-    [
-        ("2.13.0+cpu", NVIDIA, ["5", "6"], {}, 0),
-        ("2.13.0", NVIDIA, [], {}, 4),
-        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
-        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": ""}, 0),
-        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
-        ("2.13.0+cu130", NVIDIA, [], {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}, 4),
-        ("2.13.0+rocm7.0", [], [str(n) for n in range(100, 108)], {}, 8),
-        ("2.13.0a0+git0a1b2c3", [], ["100", "101"], {}, 2),
-        ("2.13.0", [], ["100", "101"], {}, 0),
-        ("2.13.0+rocm7.0", [], ["100", "101", "102"], {"HIP_VISIBLE_DEVICES": "1"}, 1),
-        ("2.13.0+rocm7.0", [], ["100", "101", "102"], {"CUDA_VISIBLE_DEVICES": "1,2"}, 2),
-        (
-            "2.13.0+rocm7.0",
-            [],
-            ["100", "101", "102"],
-            {"ROCR_VISIBLE_DEVICES": "GPU-1,GPU-2", **ALL},
-            2,
-        ),
-        ("2.13.0+rocm7.0", [], [], {}, 0),
-    ],
+    table(__file__, "accelerators_are_counted_without_torch"),
 )
 def test_accelerators_are_counted_without_torch(
     version: str,

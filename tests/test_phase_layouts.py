@@ -19,6 +19,7 @@ from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, saved_tensors
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.base.signals import StopRequest
 from titan.checkpoint.identity import step_to_continue
@@ -178,17 +179,8 @@ def test_lost_in_each_phase_and_stopped_at_a_border(
     assert max(found.values()) < BOUND, found
 
 
-TWO = {"local_batch_size": 2}
-REPLICATE, PP, EP = (
-    f"{n}_degree" for n in ("data_parallel_replicate", "pipeline_parallel", "expert_parallel")
-)
-MOE = {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 2}}
-ROUTES = {
-    # The groups of the first mesh are gone when one of the same shape and names comes again.
-    "the same mesh again": ({TP: 2}, {TP: 1, **TWO}, {TP: 2}, {}),
-    "stages and replicas": ({}, {PP: 2, **TWO}, {PP: 1, REPLICATE: 2}, {}),
-    "experts": ({EP: 4}, {EP: 2, TP: 2, **TWO}, {EP: 1, TP: 1, CP: 2}, {"model": MOE}),
-}
+# "the same mesh again": ({TP: 2}, {TP: 1, **TWO}, {TP: 2}, {}): The groups of the first mesh are gone when one of the same shape and names comes again.
+ROUTES = table(__file__, "routes")
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import job
+from tests.support.tables import table
 from titan.base.run_folder import write_status
 from titan.base.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
 from titan.run.train import is_finished
@@ -47,20 +48,7 @@ def test_a_stopped_rank_ends_with_0_if_torchrun_would_start_it_again(
 
 @pytest.mark.parametrize(
     ("options", "line"),
-    [
-        (
-            ["--compile.enable", "--compile.backend=induktor"],
-            'torch has no compiler backend "induktor"; there are cudagraphs, inductor, ',
-        ),
-        (
-            [
-                "--activation_checkpoint.mode=selective",
-                "--activation_checkpoint.selective_ac_option=op",
-                "--activation_checkpoint.op_keep=aten.mmm",
-            ],
-            "torch has no operation 'aten.mmm'; use a name like aten.mm, or one of ",
-        ),
-    ],
+    table(__file__, "a_name_that_torch_does_not_know_ends_the_command_in_one_line"),
 )
 def test_a_name_that_torch_does_not_know_ends_the_command_in_one_line(
     options: list[str], line: str, tmp_path: Path

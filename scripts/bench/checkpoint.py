@@ -2,7 +2,6 @@
 
     python scripts/bench/checkpoint.py                    # the modes, side by side
     python scripts/bench/checkpoint.py --shares           # hashing, fsync and manifest as shares of a save
-    python scripts/bench/checkpoint.py --process          # DCP writing in a thread or in a separate process
     python scripts/bench/checkpoint.py --peers --ranks 1,2,4,8 --tensors 100,1000    # against DCP and torch.save
 
 The same Llama in every mode, fp32 with AdamW, synthetic data, one process (the accelerator if there is one). Each mode is a run of
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import shutil
 import statistics
 import tempfile
@@ -30,16 +28,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan.checkpoint import commit, manifest
 from titan.checkpoint.manager import CheckpointManager
-from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import load
-from titan.config.schema import CheckpointSection, JobConfig
+from titan.config.load import load_config
+from titan.config.schema import CheckpointSection
 from titan.run.checkpointing import Checkpointing
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
@@ -47,29 +44,23 @@ from titan.run.trainer import Trainer
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
-def job(folder: Path, args: argparse.Namespace, **checkpoint: Any) -> JobConfig:
-    return JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "model": {
-                "flavor": "tiny",
-                "overrides": {
-                    "dim": args.dim,
-                    "ffn_dim": 4 * args.dim,
-                    "n_layers": args.layers,
-                },
-            },
-            "training": {
-                "dataset": "synthetic",
-                "local_batch_size": 1,
-                "seq_len": args.seq_len,
-                "steps": 1_000_000,
-                "mixed_precision_param": "float32",
-            },
-            "metrics": {"log_freq": 1_000_000, "enable_tensorboard": False},
-            "checkpoint": {"interval": 1_000_000, "keep_latest_k": 1} | checkpoint,
-        }
-    )
+JOB = """
+[model]
+flavor = "tiny"
+overrides = {{ dim = {dim}, ffn_dim = {ffn_dim}, n_layers = {layers} }}
+[training]
+dataset = "synthetic"
+local_batch_size = 1
+seq_len = {seq_len}
+steps = 1_000_000
+mixed_precision_param = "float32"
+[metrics]
+log_freq = 1_000_000
+enable_tensorboard = false
+[checkpoint]
+interval = 1_000_000
+keep_latest_k = 1
+"""
 
 
 class Spent:
@@ -93,12 +84,17 @@ class Spent:
 
 def measure(mode: str, args: argparse.Namespace) -> tuple[list[float], float, float]:
     """Seconds blocked by each save; seconds a save takes in all; seconds of all steps."""
-    checkpoint = {"enable": False} if mode == "none" else {"async_mode": mode}
+    setting = "enable=false" if mode == "none" else f"async_mode={mode}"
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
         redirect_stdout(io.StringIO()),
     ):
-        trainer = Trainer(job(Path(folder), args, **checkpoint), hooks=standard_hooks)
+        job = Path(folder) / "job.toml"
+        job.write_text(JOB.format(**vars(args), ffn_dim=4 * args.dim))
+        config = load_config(
+            job, overrides=[f"job.dump_folder={folder}", f"checkpoint.{setting}"]
+        )
+        trainer = Trainer(config, hooks=standard_hooks)
         trainer.start()
         checkpointing = trainer.hook(Checkpointing)
         assert checkpointing is not None
@@ -171,54 +167,6 @@ def shares(args: argparse.Namespace) -> None:
     print(f"a save of {args.mib} MiB: {total:.3f} s")
     for name, seconds in rows.items():
         print(f"  {name:<22}{seconds:>8.4f} s {seconds / total:>6.1%}")
-
-
-def thread_or_process(args: argparse.Namespace) -> None:
-    """Python's share of a background save disturbs training in the same process: how much?"""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29599"}
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    state, weight = state_of(args), torch.randn(256, 256)
-
-    def work() -> float:
-        """Steps a second of many small operations, as launching kernels is, in the next second."""
-        end, count = time.perf_counter() + 1, 0
-        while time.perf_counter() < end:
-            for _ in range(20):
-                weight.add(1.0)
-            count += 1
-        return count
-
-    def with_dcp(kind: Any) -> Callable[[Path], object]:
-        return lambda folder: dcp.async_save(
-            state, checkpoint_id=str(folder), async_checkpointer_type=kind
-        )
-
-    def ours(folder: Path) -> None:
-        section = CheckpointSection(async_mode="async_with_pinned_mem")
-        manager = CheckpointManager(section, run_dir=folder)
-        manager.staging = staging
-        manager.save(1, state, metadata={}, wait=False)
-        staging.before_update()
-
-    staging = Staging(overlap=True)
-    ways = {"titan, pinned": ours}
-    ways |= {f"DCP, {kind.value}": with_dcp(kind) for kind in AsyncCheckpointerType}
-    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for round in range(args.saves + 1):  # in turns, since a machine's other load comes and goes
-        for name, save in ways.items():
-            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                undisturbed, start = work(), time.perf_counter()
-                save(Path(folder))
-                blocked = time.perf_counter() - start
-                figures[name].append((blocked, work() / undisturbed))
-                time.sleep(1)  # until it is written
-            if round == 0:
-                figures[name].clear()  # starts processes, allocates buffers
-    for name, pairs in figures.items():
-        blocked, speed = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(
-            f"{name:<16} blocked {blocked:.3f} s; then {speed:.0%} of the undisturbed speed for 1 s"
-        )
 
 
 def peers(args: argparse.Namespace) -> None:
@@ -313,16 +261,13 @@ def main() -> None:
         "--folder", help="where to save; default: the system's temporary folder"
     )
     parser.add_argument("--shares", action="store_true")
-    parser.add_argument("--process", action="store_true")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--ranks", default="1,2,4,8")
     parser.add_argument(
         "--tensors", default="100,1000", help="into how many tensors --mib are cut"
     )
     args = parser.parse_args()
-    if args.peers:
-        return peers(args)
-    (shares if args.shares else thread_or_process if args.process else compare_modes)(args)
+    (peers if args.peers else shares if args.shares else compare_modes)(args)
 
 
 if __name__ == "__main__":

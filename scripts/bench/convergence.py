@@ -8,14 +8,21 @@ loss, clipping, optimizer and schedule are those of each. It runs where TorchTit
 CPU, as overhead.py does.
 
 With --layouts, titan trains a smaller model in several layouts on gloo ranks, one after the other, and draws their losses and how far they are from
-one process: docs/pictures/layouts_loss.png. TorchTitan takes part where it is installed. A run that is complete is kept, so
-a second call goes on where the first one stopped.
+one process: docs/pictures/layouts_loss.png. TorchTitan takes part where it is installed.
+
+    python scripts/bench/convergence.py --steps 500 --precisions
+
+With --precisions, titan trains the debug model in fp32, in bf16, and in bf16 with its linear layers in each float8 recipe, emulated, which
+rounds as hardware does: docs/float8_convergence.png. All see the same samples from the same weights, but one more bf16 run, which shows
+the difference that means nothing. Eleven minutes of CPU time.
+
+A run of layouts or precisions that is complete is kept, so a second call goes on where the first one stopped. The jobs are in
+convergence.toml.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,56 +31,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-PICTURES = HERE.parents[1] / "docs" / "pictures"
-JOB = """
-[job]
-dump_folder = "{folder}"
-[model]
-name = "llama3"
-flavor = "{flavor}"
-[optimizer]
-lr = 1e-3
-implementation = "fused"
-[lr_scheduler]
-warmup_steps = 100
-[training]
-dataset = "{dataset}"
-local_batch_size = {batch}
-seq_len = {seq_len}
-steps = {steps}
-mixed_precision_param = "{dtype}"
-[activation_checkpoint]
-mode = "none"
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-[checkpoint]
-enable = false
-"""
-# What titan does otherwise by default, and what TorchTitan does not know.
-TITAN = ["--tokenizer.name=bytes", "--optimizer.decay_norms=true"]
+from steps import rank_environment
 
-# What --layouts adds to titan's job: a model of 2 blocks, so that 1,000 steps of four ranks take minutes.
-SMALL = """
-[model.overrides]
-n_layers = 2
-vocab_size = 264
-"""
-DEGREE, FLOAT8 = "parallelism.{}_degree", "quantize.linear.float8"
-ONE, SHARDED, PIPELINE = "one process", "FSDP 2 x TP 2", "PP 2"
-RESUMED = f"{SHARDED}, then {PIPELINE}"
-# Ranks, and what differs from the job of one process. The sequences of a step are the same in all.
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    SHARDED: (
-        4,
-        {DEGREE.format("data_parallel_shard"): 2, DEGREE.format("tensor_parallel"): 2},
-    ),
-    "CP 2": (2, {DEGREE.format("context_parallel"): 2}),
-    PIPELINE: (2, {DEGREE.format("pipeline_parallel"): 2}),
-    RESUMED: (2, {DEGREE.format("pipeline_parallel"): 2}),
-    "float8, emulated": (1, {"model.converters": f'["{FLOAT8}"]', f"{FLOAT8}.emulate": "true"}),
-}
+from titan.config.toml import tomllib
+from titan.observe.rows import read_rows
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TITAN, LAYOUTS = TABLES["titan"], TABLES["layouts"]
+ONE = "one process"
 
 
 def load_job() -> Any:
@@ -147,8 +114,7 @@ def torchtitan() -> None:
 
 
 def losses(file: Path) -> list[float]:
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    return [row["loss"] for row in read_rows(file) if "loss" in row]
 
 
 def differences(ours: list[float], theirs: list[float]) -> list[float]:
@@ -164,17 +130,16 @@ def can_draw() -> bool:
     return found
 
 
-def draw(runs: dict[str, list[float]], picture: str) -> None:
-    """Draw the mean loss of all runs, and the largest difference to the first one, in each 20 steps."""
+def draw(runs: dict[str, list[float]], picture: str, *, first: str) -> None:
+    """Draw the mean loss of all runs, and the largest difference to one of them, in each 20 steps."""
     from matplotlib.figure import Figure  # not pyplot: it would look for a display
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     window, floor = 20, 1e-8  # equal losses have no logarithm
-    first = next(iter(runs))
     steps = range(0, len(runs[first]), window)
     for number, (name, values) in enumerate(runs.items()):
-        color = "black" if name == first else f"C{number - 1}"
+        color = "black" if name == first else f"C{number}"
         means = [statistics.fmean(values[step : step + window]) for step in steps]
         # Thick lines first, so that each shows a rim where all are on one another.
         width = 0.8 + 1.2 * (len(runs) - 1 - number)
@@ -191,7 +156,7 @@ def draw(runs: dict[str, list[float]], picture: str) -> None:
     right.legend(loc="center right", bbox_to_anchor=(1, 0.5))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.savefig(PICTURES / picture, dpi=110)
+    figure.savefig(ROOT / "docs" / picture, dpi=110)
 
 
 # ---- running -----------------------------------------------------------------------------------
@@ -199,76 +164,87 @@ def draw(runs: dict[str, list[float]], picture: str) -> None:
 
 def write_jobs(args: argparse.Namespace) -> None:
     """Write titan's job.toml and torchtitan.toml."""
-    sizes = {"flavor": args.flavor, "batch": args.batch, "seq_len": args.seq_len}
-    args.folder.mkdir(parents=True, exist_ok=True)
+    sizes = {key: value for key, value in vars(args).items() if key != "folder"}
     for name, file in {"titan": "job.toml", "torchtitan": "torchtitan.toml"}.items():
         # Each knows only its data; TorchTitan's comes from titan's loader.
         dataset = "stdlib" if name == "titan" else "c4"
-        text = JOB.format(
-            folder=name, steps=args.steps, dtype=args.dtype, dataset=dataset, **sizes
-        )
-        text += SMALL if args.layouts and name == "titan" else ""
+        text = TABLES["job"].format(folder=f"{name}-run", dataset=dataset, **sizes)
+        text += TABLES["small"] if args.layouts and name == "titan" else ""
         (args.folder / file).write_text(text)
 
 
-def run(args: argparse.Namespace, name: str, command: list[str]) -> list[float]:
-    """Run a command that writes its rows to the folder `name`, and return the losses."""
-    from steps import free_port
+def run(
+    args: argparse.Namespace, name: str, command: list[str], *, steps: int | None = None
+) -> list[float]:
+    """Run a command that writes its rows to the folder `name`, and return the losses.
 
+    steps: number of rows of a complete run, which is kept; None: it is repeated.
+    """
     rows = args.folder / name / "metrics.jsonl"
-    if (
-        args.layouts
-        and rows.exists()
-        and len(losses(rows)) >= args.steps // (1 + (name == RESUMED))
-    ):
+    if steps and rows.exists() and len(losses(rows)) >= steps:
         return losses(rows)  # of an earlier call
+    print(f"training: {name}", file=sys.stderr, flush=True)
     rows.parent.mkdir(exist_ok=True)
     rows.unlink(missing_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = f"{HERE}:{os.environ.get('PYTHONPATH', '')}"
-    if "--contestant" in command:
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (args.folder / f"{name}.log").open("w") as log:
+        # `titan train` starts ranks itself.
+        environment = rank_environment() if "--contestant" in command else {**os.environ}
+        environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         subprocess.run(
-            command, cwd=args.folder, env=environment, check=True, stdout=log, stderr=log
+            [sys.executable, *command],
+            cwd=args.folder,
+            env=environment,
+            check=True,
+            stdout=log,
+            stderr=log,
         )
     return losses(rows)
 
 
 def contestant(args: argparse.Namespace, name: str) -> list[float]:
-    return run(args, name, [sys.executable, str(HERE / "convergence.py"), "--contestant", name])
+    steps = args.steps if args.layouts else None
+    # A folder called titan would be taken for the package.
+    return run(args, f"{name}-run", [__file__, "--contestant", name], steps=steps)
+
+
+def train(
+    args: argparse.Namespace,
+    name: str,
+    settings: list[str],
+    *,
+    steps: int,
+    job: str = "job.toml",
+    ranks: int = 1,
+) -> list[float]:
+    """Train with `titan train`, and return the losses of so many steps."""
+    command = ["-m", "titan.cli", "train", job, "--nproc", str(ranks)]
+    command += [f"--job.dump_folder={name}", *settings]
+    return run(args, name, command, steps=steps)
 
 
 def run_layout(args: argparse.Namespace, name: str) -> list[float]:
-    """Train in a layout with `titan train`, and return the losses."""
-    ranks, settings = LAYOUTS[name]
-    half = args.steps // 2
-    ranks_of_data = settings.get(DEGREE.format("data_parallel_shard"), 1)
-    settings = {
-        "job.dump_folder": name,
-        "training.local_batch_size": args.batch // ranks_of_data,
-        **settings,
-    }
-    if name in (SHARDED, RESUMED):
-        settings |= {"checkpoint.enable": "true", "checkpoint.interval": half}
-    if name == RESUMED:
-        saved = Path(SHARDED) / "checkpoint" / f"step-{half}"
-        settings |= {"checkpoint.initial_load_path": saved}
-        settings |= {"checkpoint.initial_load_model_only": "false"}
-    command = [sys.executable, "-m", "titan.cli", "train", "job.toml", "--nproc", str(ranks)]
-    command += TITAN + [f"--{key}={value}" for key, value in settings.items()]
-    return run(args, name, command)
+    """Train in a layout, and return the losses."""
+    row, half = LAYOUTS[name], args.steps // 2
+    batch = args.batch // row.get("data_ranks", 1)
+    settings = [*TITAN, f"--training.local_batch_size={batch}", *row["settings"]]
+    before = row.get("from")
+    if before or row.get("saves"):
+        settings += ["--checkpoint.enable=true", f"--checkpoint.interval={half}"]
+    if before:
+        settings += [f"--checkpoint.initial_load_path={before}/checkpoint/step-{half}"]
+        settings += ["--checkpoint.initial_load_model_only=false"]
+    steps = args.steps - half if before else args.steps
+    return train(args, name, settings, steps=steps, ranks=row["ranks"])
 
 
 def compare_layouts(args: argparse.Namespace) -> None:
     """Train in all layouts, print their figures, and draw them."""
     write_jobs(args)
     runs = {ONE: contestant(args, "titan")}
-    for name in LAYOUTS:
-        print(f"training: {name}", file=sys.stderr, flush=True)
+    for name, row in LAYOUTS.items():
         runs[name] = run_layout(args, name)
-    runs[RESUMED] = runs[SHARDED][: args.steps // 2] + runs[RESUMED]
+        if "from" in row:
+            runs[name] = runs[row["from"]][: args.steps // 2] + runs[name]
     if find_spec("torchtitan"):
         runs["TorchTitan 0.2.2"] = contestant(args, "torchtitan")
     at = sorted({min(100, args.steps), args.steps // 2, args.steps})
@@ -279,7 +255,23 @@ def compare_layouts(args: argparse.Namespace) -> None:
         cells = [*(f"{values[step - 1]:.5f}" for step in at), f"{most:.1e}" if most else "-"]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if can_draw():
-        draw(runs, "layouts_loss.png")
+        draw(runs, "pictures/layouts_loss.png", first=ONE)
+
+
+def compare_precisions(args: argparse.Namespace) -> None:
+    """Train in all precisions, print their figures, and draw them."""
+    table, job = TABLES["precisions"], str(ROOT / "train_configs/debug_model.toml")
+    common = [*table["common"], f"--training.steps={args.steps}"]
+    common += [f"--validation.freq={args.steps}"]
+    print("| precision | training loss, mean of the last 100 steps | validation loss |")
+    print("|---|---|---|")
+    runs = {}
+    for name, settings in table["runs"].items():
+        runs[name] = train(args, name, [*common, *settings], steps=args.steps, job=job)
+        last = read_rows(args.folder / name / "metrics.jsonl")[-1]["validation_loss"]
+        print(f"| {name} | {statistics.fmean(runs[name][-100:]):.4f} | {last:.4f} |")
+    if can_draw():
+        draw(runs, "float8_convergence.png", first="bf16")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -289,16 +281,14 @@ def compare(args: argparse.Namespace) -> None:
     apart = differences(ours, theirs)
     print("| step | titan | TorchTitan | apart |\n|--:|--:|--:|--:|")
     for step in sorted({1, 10, 100, args.steps // 2, args.steps}):
-        if step > args.steps:
-            break
-        print(
-            f"| {step} | {ours[step - 1]:.5f} | {theirs[step - 1]:.5f} | {apart[step - 1]:.1e} |"
-        )
+        if step <= args.steps:
+            cells = f"{ours[step - 1]:.5f} | {theirs[step - 1]:.5f} | {apart[step - 1]:.1e}"
+            print(f"| {step} | {cells} |")
     means = [statistics.fmean(of_run[-100:]) for of_run in (ours, theirs)]
     print(f"mean of the last 100: {means[0]:.5f} and {means[1]:.5f}", flush=True)
     if can_draw():
         runs = {"TorchTitan 0.2.2": theirs, "titan": ours}
-        draw(runs, "torchtitan_loss.png")
+        draw(runs, "pictures/torchtitan_loss.png", first="TorchTitan 0.2.2")
 
 
 def main() -> None:
@@ -307,6 +297,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--layouts", action="store_true", help="titan's layouts instead")
+    parser.add_argument("--precisions", action="store_true", help="titan's precisions instead")
     parser.add_argument("--flavor", default="tiny")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
@@ -316,8 +307,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.contestant:
         return globals()[args.contestant]()
-    args.folder = args.folder or Path("outputs", "layouts" if args.layouts else "convergence")
-    (compare_layouts if args.layouts else compare)(args)
+    kinds = {"layouts": compare_layouts, "precisions": compare_precisions}
+    kind = next((name for name in kinds if getattr(args, name)), "convergence")
+    args.folder = args.folder or Path("outputs", kind)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    kinds.get(kind, compare)(args)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,22 @@ def timed(function: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, cpu_s() - cpu
 
 
-def quietly(command: Callable[[list[str]], int], *arguments: object) -> None:
-    assert command([str(argument) for argument in arguments]) == 0
+def timed_command(
+    command: Callable[[list[str]], int], *arguments: object
+) -> tuple[float, float]:
+    """Time a command of titan, which must succeed."""
+
+    def work() -> None:
+        assert command([str(argument) for argument in arguments]) == 0
+
+    return timed(work)
+
+
+def timed_prepare(
+    text: Path, tokenizer: str, output: Path, *more: object
+) -> tuple[float, float]:
+    options = ("--input", text, "--tokenizer", tokenizer, "--output", output, *more)
+    return timed_command(prepare, *options)
 
 
 def library_texts() -> list[str]:
@@ -158,11 +172,7 @@ def titan_raw(file: Path, vocabulary: str, cache: Path) -> None:
 def compare_loaders(folder: Path, vocabulary: str, *, rounds: int) -> None:
     text = write_words(folder / "words.jsonl", lengths=range(200, 1200), num_bytes=4e7)
     shards = folder / "shards"
-    timed(
-        partial(
-            quietly, prepare, "--input", text, "--tokenizer", vocabulary, "--output", shards
-        )
-    )
+    timed_prepare(text, vocabulary, shards)
     loader = open_loader(s.ShardsSource(path=str(shards)), vocabulary, folder)
 
     def steps() -> Iterator[object]:
@@ -213,18 +223,16 @@ def compare_prepare(folder: Path, vocabulary: str, *, rounds: int, cores: int) -
     num_bytes = sum(file.stat().st_size for file in corpus.iterdir())
     os.environ |= {"RAYON_NUM_THREADS": str(cores), "TOKENIZERS_PARALLELISM": "true"}
     for turn in range(rounds):
-        options = ["--input", corpus, "--workers", cores, "--output"]
-        out = folder / f"prepared-{turn}"
-        for name, work in {
-            "titan prepare, BPE": partial(
-                quietly, prepare, *options, out, "--tokenizer", vocabulary
-            ),
-            "tokenizers, BPE": partial(library_batches, corpus, vocabulary, folder / "ids.bin"),
-            "titan prepare, bytes": partial(
-                quietly, prepare, *options, folder / f"bytes-{turn}", "--tokenizer", "bytes"
-            ),
-        }.items():
-            figures.setdefault(name, []).append(timed(work))
+        workers = ("--workers", cores)
+        out = [folder / f"{kind}-{turn}" for kind in ("bpe", "bytes")]
+        by_hand = partial(library_batches, corpus, vocabulary, folder / "ids.bin")
+        turns = {
+            "titan prepare, BPE": timed_prepare(corpus, vocabulary, out[0], *workers),
+            "tokenizers, BPE": timed(by_hand),
+            "titan prepare, bytes": timed_prepare(corpus, "bytes", out[1], *workers),
+        }
+        for name, took in turns.items():
+            figures.setdefault(name, []).append(took)
     print(f"\nprepare on {cores} cores, medians of {rounds}, {num_bytes / 1e6:.0f} MB\n")
     print("| | s | MB/s | CPU s |\n|---|--:|--:|--:|")
     for name, turns in figures.items():
@@ -255,43 +263,17 @@ enable = false
 def start(folder: Path, text: Path, cache: Path, *, ranks: int) -> float:
     """Return the seconds from the command to the end of a run of one step."""
     (folder / "job.toml").write_text(JOB)
-    command = [
-        sys.executable,
-        "-m",
-        "titan.cli",
-        "train",
-        folder / "job.toml",
-        "--nproc",
-        ranks,
+    command = [sys.executable, "-m", "titan.cli", "train", f"{folder}/job.toml"]
+    command += [
+        f"--nproc={ranks}",
+        f"--training.dataset_path={text}",
+        f"--data.cache_folder={cache}",
     ]
-    command += [f"--training.dataset_path={text}", f"--data.cache_folder={cache}"]
     command += [f"--job.dump_folder={folder / 'run'}"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     begin = time.perf_counter()
-    subprocess.run(
-        [str(word) for word in command], check=True, capture_output=True, env=environment
-    )
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     return time.perf_counter() - begin
-
-
-def peaks_mib(root: int) -> dict[int, float]:
-    """Return the largest resident memory so far of a process and of all that it started."""
-    found, parents = {}, {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            parents[int(entry.name)] = int(
-                (entry / "stat").read_text().rsplit(")")[-1].split()[1]
-            )
-    for process in parents:
-        above = process
-        while above in parents and above != root:
-            above = parents[above]
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{process}/status").read_text().splitlines()
-            peak = next(line for line in lines if line.startswith("VmHWM"))
-            if above == root:
-                found[process] = int(peak.split()[1]) / 1024
-    return found
 
 
 def compare_start(folder: Path, *, rounds: int, megabytes: int) -> None:
@@ -300,16 +282,7 @@ def compare_start(folder: Path, *, rounds: int, megabytes: int) -> None:
     )
     # The start with a cache does not depend on the size.
     short = write_words(folder / "short.jsonl", lengths=range(200, 1200), num_bytes=2e7)
-    begin, peaks = time.perf_counter(), {}
-    loader = open_loader(s.JsonlSource(path=str(short)), "", folder / "warm")
-    while loader.samples.num_samples is None:
-        for process, peak in peaks_mib(os.getpid()).items():
-            peaks[process] = max(peak, peaks.get(process, 0))
-        time.sleep(0.2)
-    others = [round(peak) for process, peak in peaks.items() if process != os.getpid()]
-    print(
-        f"\n20 MB tokenized in {time.perf_counter() - begin:.0f} s; peaks of its processes: {others} MiB\n"
-    )
+    start(folder, short, folder / "warm", ranks=1)
     for ranks in (1, 2):
         cold, warm = [], []
         for turn in range(rounds):
@@ -325,20 +298,7 @@ def many_documents(folder: Path, *, documents: int, cores: int) -> None:
     """Prepare very many short documents, and open the shards in a new process."""
     text = write_words(folder / "short.jsonl", lengths=range(4, 30), count=documents)
     shards = folder / "shards"
-    wall, cpu = timed(
-        partial(
-            quietly,
-            prepare,
-            "--input",
-            text,
-            "--tokenizer",
-            "bytes",
-            "--workers",
-            cores,
-            "--output",
-            shards,
-        )
-    )
+    wall, cpu = timed_prepare(text, "bytes", shards, "--workers", cores)
     print(
         f"\n{documents:,} documents, {text.stat().st_size / 1e6:.0f} MB: prepare {wall:.0f} s, "
         f"{cpu:.0f} CPU-s, {documents / wall:,.0f} documents/s"
@@ -369,7 +329,7 @@ def main() -> None:
         vocabulary = str(folder / "bpe")
         train = ["train", "--input", "stdlib", "--vocab-size", "8192", "--output", vocabulary]
         if {"loaders", "prepare"} & {*parts}:
-            timed(partial(quietly, tokenizer_cli, *train))
+            timed_command(tokenizer_cli, *train)
         if "loaders" in parts:
             compare_loaders(folder, vocabulary, rounds=args.rounds)
         if "prepare" in parts:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import steps
 import torch
 import torch.nn.functional as F
-from steps import machine
 from torch import Tensor
 from torch.nn import attention
+
+from titan.base.hardware import by_name
+from titan.config.toml import read_toml
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Call = Callable[[], Any]
@@ -46,19 +50,19 @@ SAMPLE = 300_000_000  # parameters that copies and AdamW are timed on, in whole 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a row of steps.py, and its batch. Its output layer shares no weights."""
+    """A model of steps.py with its batch on one H100, and the chunks of its loss that are compared."""
 
     name: str
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn_dim: int
-    vocab: int
-    batch: int
-    seq_len: int
+    seq_len: int = 8192
     chunks: tuple[int, int] = (2048, 8192)
+
+    @property
+    def sizes(self) -> Any:
+        return steps.MODELS[self.name].sizes
+
+    @property
+    def batch(self) -> int:
+        return steps.MODELS[self.name].batch_on(by_name("h100-sxm").memory_gib)
 
     @property
     def tokens(self) -> int:
@@ -67,18 +71,19 @@ class Model:
     @property
     def weights(self) -> dict[str, tuple[int, int, int]]:
         """Outputs, inputs and number of each kind of matrix in a block."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = self.sizes
+        q, kv = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
         return {
-            "q": (q, self.dim, 1),
-            "k, v": (kv, self.dim, 2),
-            "o": (self.dim, q, 1),
-            "w1, w3": (self.ffn_dim, self.dim, 2),
-            "w2": (self.dim, self.ffn_dim, 1),
+            "q": (q, sizes.dim, 1),
+            "k, v": (kv, sizes.dim, 2),
+            "o": (sizes.dim, q, 1),
+            "w1, w3": (sizes.ffn_dim, sizes.dim, 2),
+            "w2": (sizes.dim, sizes.ffn_dim, 1),
         }
 
     @property
     def block_shapes(self) -> list[tuple[int, ...]]:
-        shapes: list[tuple[int, ...]] = [(self.dim,), (self.dim,)]  # norms
+        shapes: list[tuple[int, ...]] = [(self.sizes.dim,), (self.sizes.dim,)]  # norms
         for outputs, inputs, count in self.weights.values():
             shapes += [(outputs, inputs)] * count
         return shapes
@@ -88,27 +93,17 @@ class Model:
         return sum(torch.Size(shape).numel() for shape in self.block_shapes)
 
     @property
-    def num_params(self) -> int:
-        return self.layers * self.num_block_params + (2 * self.vocab + 1) * self.dim
-
-    @property
     def sample_blocks(self) -> int:
-        return max(1, min(self.layers, SAMPLE // self.num_block_params))
+        return max(1, min(self.sizes.n_layers, SAMPLE // self.num_block_params))
 
     @property
     def samples_of_step(self) -> float:
         """Parameters of the model over those of the sample."""
-        return self.num_params / (self.sample_blocks * self.num_block_params)
+        return self.sizes.num_params / (self.sample_blocks * self.num_block_params)
 
 
-MODELS = [
-    Model("1B", 16, 2048, 32, 8, 64, 8192, 128_256, 2, 8192),
-    Model("8B-blocks", 8, 4096, 32, 8, 128, 14_336, 128_256, 1, 8192),
-]
-TINY = [
-    Model("tiny", 2, 64, 4, 2, 16, 128, 512, 2, 64, (16, 64)),
-    Model("tiny-blocks", 1, 128, 4, 2, 32, 256, 512, 1, 64, (16, 64)),
-]
+MODELS = [Model("1B"), Model("8B-blocks")]
+TINY = [Model(name, 64, (16, 64)) for name in ("tiny", "tiny-blocks")]
 
 
 @dataclass
@@ -217,118 +212,116 @@ def attention_kernel(name: str) -> Iterator[None]:
 
 
 def attention_rows(model: Model, book: Book) -> None:
+    sizes = model.sizes
+    heads, kv_heads = sizes.n_heads, sizes.n_kv_heads
+
     def inputs(heads: int) -> Tensor:
         # Projections write (B, S, H, K).
-        shape = (model.batch, model.seq_len, heads, model.head_dim)
-        x_BSHK = torch.randn(shape, device=book.device, dtype=BF16)
-        return x_BSHK.transpose(
-            1, 2
-        ).requires_grad_()  # else no kernel would write the log-sum-exp
+        shape = (model.batch, model.seq_len, heads, sizes.head_dim)
+        x_BHSK = torch.randn(shape, device=book.device, dtype=BF16).transpose(1, 2)
+        return x_BHSK.requires_grad_()  # else no kernel would write the log-sum-exp
 
-    def forward() -> Call:
-        q, k, v = (inputs(heads) for heads in (model.heads, model.kv_heads, model.kv_heads))
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    def backward() -> Call:
-        q, k, v = (inputs(heads) for heads in (model.heads, model.kv_heads, model.kv_heads))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    def prepare(part: str) -> Call:
+        q, k, v = (inputs(number) for number in (heads, kv_heads, kv_heads))
+        call = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+        if part == "forward":
+            return call
+        out = call()
         gradient = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
     # Half of the scores: causal.
-    flops = 2 * model.batch * model.heads * model.seq_len**2 * model.head_dim
-    sizes = {"B": model.batch, "H": model.heads, "Hkv": model.kv_heads}
-    sizes |= {"S": model.seq_len, "K": model.head_dim, "causal": True}
+    flops = 2 * model.batch * heads * model.seq_len**2 * sizes.head_dim
+    about = {"B": model.batch, "H": heads, "Hkv": kv_heads}
+    about |= {"S": model.seq_len, "K": sizes.head_dim, "causal": True}
     for name in ATTENTION:
-        for part, prepare, times in (("forward", forward, 1.0), ("backward", backward, 2.5)):
-            row = Row(model.name, f"attention {name} {part}", sizes, flops=times * flops)
-            book.time(row, prepare, within=partial(attention_kernel, name))
+        for part, times in (("forward", 1.0), ("backward", 2.5)):
+            row = Row(model.name, f"attention {name} {part}", about, flops=times * flops)
+            book.time(row, partial(prepare, part), within=partial(attention_kernel, name))
 
 
-# ---- matmuls of a block ------------------------------------------------------------------------
+# ---- matmuls of a block and of the output layer ------------------------------------------------
 
 MATMULS = ("forward", "dX", "dW")
 
 
+def matmul(
+    part: str, tokens: int, inputs: int, outputs: int, *, device: torch.device, into: str = ""
+) -> Call:
+    """Return a matmul of a linear layer: its forward pass, or the gradient of its input (dX) or weight (dW).
+
+    into: "" for a new result, "fp32" for a new one in fp32, "buffer", and for sums in fp32 "written" or "added".
+    """
+    make = partial(torch.randn, device=device, dtype=BF16)
+    if part == "forward":
+        left, right = make(tokens, inputs), make(outputs, inputs).T
+    elif part == "dX":
+        left, right = make(tokens, outputs), make(outputs, inputs)
+    else:
+        left, right = make(tokens, outputs).T, make(tokens, inputs)
+    call = partial(torch.mm, left, right)
+    if not into:
+        return call
+    if into == "fp32":
+        return partial(call, out_dtype=FP32)
+    shape = (left.shape[0], right.shape[1])
+    if into == "buffer":
+        return partial(call, out=make(shape))
+    total = torch.randn(shape, device=device)
+    if into == "written":
+        return partial(call, out=total, out_dtype=FP32)
+    return partial(torch.addmm, total, left, right, out=total, out_dtype=FP32)
+
+
+def time_matmul(
+    model: Model, book: Book, name: str, tokens: str, sizes: dict[str, int], **options: str
+) -> None:
+    """Time a matmul. tokens: the letter of their number in `sizes`, which has inputs and outputs, too."""
+    flops = 2 * math.prod(sizes.values())
+    numbers = (sizes[tokens], sizes["inputs"], sizes["outputs"])
+    prepare = partial(matmul, options.pop("part"), *numbers, device=book.device, **options)
+    book.time(Row(model.name, name, sizes, flops=flops), prepare)
+
+
 def matmul_rows(model: Model, book: Book) -> None:
-    kinds = {name: sizes[:2] for name, sizes in model.weights.items()}
+    kinds = {name: (outputs, inputs) for name, (outputs, inputs, _) in model.weights.items()}
+    dim = model.sizes.dim
     joined = kinds["q"][0] + 2 * kinds["k, v"][0]
-    kinds["q, k, v joined"] = (joined, model.dim)
-    for name, (outputs, inputs) in kinds.items():
-
-        def prepare(part: str, outputs: int = outputs, inputs: int = inputs) -> Call:
-            make = partial(torch.randn, device=book.device, dtype=BF16)
-            if part == "forward":
-                x, weight = make(model.tokens, inputs), make(outputs, inputs)
-                return lambda: F.linear(x, weight)
-            gradient = make(model.tokens, outputs)
-            if part == "dX":
-                weight = make(outputs, inputs)
-                return lambda: torch.mm(gradient, weight)
-            x = make(model.tokens, inputs)
-            return lambda: torch.mm(gradient.T, x)
-
+    for name, (outputs, inputs) in (kinds | {"q, k, v joined": (joined, dim)}).items():
+        sizes = {"N": model.tokens, "inputs": inputs, "outputs": outputs}
         for part in MATMULS:
-            sizes = {"N": model.tokens, "inputs": inputs, "outputs": outputs}
-            flops = 2 * model.tokens * inputs * outputs
-            row = Row(model.name, f"{name} {part}", sizes, flops=flops)
-            book.time(row, lambda part=part, prepare=prepare: prepare(part))
+            time_matmul(model, book, f"{name} {part}", "N", sizes, part=part)
 
     def cat() -> Call:
         shapes = [kinds["q"], kinds["k, v"], kinds["k, v"]]
         weights = [torch.randn(shape, device=book.device, dtype=BF16) for shape in shapes]
-        return lambda: torch.cat(weights)
+        return partial(torch.cat, weights)
 
-    sizes = {"inputs": model.dim, "outputs": joined}
-    book.time(Row(model.name, "q, k, v cat", sizes, bytes=4 * joined * model.dim), cat)
+    sizes = {"inputs": dim, "outputs": joined}
+    book.time(Row(model.name, "q, k, v cat", sizes, bytes=4 * joined * dim), cat)
 
 
-# ---- output layer and loss ---------------------------------------------------------------------
+OUTPUT = {
+    "logits fp32": {"part": "forward", "into": "fp32"},
+    "logits bf16": {"part": "forward"},
+    "dX": {"part": "dX", "into": "buffer"},
+    "dW fp32, added": {"part": "dW", "into": "added"},
+    "dW fp32, written": {"part": "dW", "into": "written"},
+    "dW bf16": {"part": "dW"},
+}
 
 
 def output_rows(model: Model, book: Book) -> None:
-    def make(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-        return torch.randn(shape, device=book.device).to(dtype)
-
-    def prepare(part: str, chunk: int) -> Call:
-        if part.startswith("logits"):
-            x, weight = make(chunk, model.dim), make(model.vocab, model.dim)
-            into: dict[str, Any] = {"out_dtype": FP32} if part.endswith("fp32") else {}
-            return lambda: torch.mm(x, weight.T, **into)
-        d_logits = make(chunk, model.vocab)
-        if part == "dX":
-            weight, out = make(model.vocab, model.dim), make(chunk, model.dim)
-            return lambda: torch.mm(d_logits, weight, out=out)
-        x = make(chunk, model.dim)
-        if part == "dW bf16":
-            return lambda: torch.mm(d_logits.T, x)
-        total = make(model.vocab, model.dim, dtype=FP32)
-        if part == "dW fp32, written":
-            return lambda: torch.mm(d_logits.T, x, out=total, out_dtype=FP32)
-        return lambda: torch.addmm(total, d_logits.T, x, out=total, out_dtype=FP32)
-
-    parts = (
-        "logits fp32",
-        "logits bf16",
-        "dX",
-        "dW fp32, added",
-        "dW fp32, written",
-        "dW bf16",
-    )
+    layer = {"inputs": model.sizes.dim, "outputs": model.sizes.vocab_size}
     for chunk in model.chunks:
-        for part in parts:
-            sizes = {"C": chunk, "inputs": model.dim, "outputs": model.vocab}
-            flops = 2 * chunk * model.dim * model.vocab
-            row = Row(model.name, f"output {part}, chunk {chunk}", sizes, flops=flops)
-            book.time(row, lambda part=part, chunk=chunk: prepare(part, chunk))
-    elements = model.vocab * model.dim
-    sizes = {"inputs": model.dim, "outputs": model.vocab}
+        for part, options in OUTPUT.items():
+            name, sizes = f"output {part}, chunk {chunk}", {"C": chunk, **layer}
+            time_matmul(model, book, name, "C", sizes, **options)
+    row = Row(model.name, "output dW zeros", layer, bytes=4 * math.prod(layer.values()))
+    book.time(row, lambda: torch.randn((*layer.values(),), device=book.device).zero_)
 
-    def zeros() -> Call:
-        total = make(model.vocab, model.dim, dtype=FP32)
-        return total.zero_
 
-    book.time(Row(model.name, "output dW zeros", sizes, bytes=4 * elements), zeros)
+# ---- loss --------------------------------------------------------------------------------------
 
 
 def lse_torch(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,27 +345,27 @@ def loss_gradient(logits_CV: Tensor, lse_C: Tensor, column_C: Tensor) -> Tensor:
 
 def loss_rows(model: Model, book: Book) -> None:
     """Both models have the same vocabulary, so the chunk of one is the chunk of the other."""
-    chunk = model.chunks[0]
+    chunk, vocab = model.chunks[0], model.sizes.vocab_size
 
     def prepare(function: Callable[..., Any], dtype: torch.dtype) -> Call:
-        logits_CV = torch.randn((chunk, model.vocab), device=book.device).to(dtype)
-        column_C = torch.randint(model.vocab, (chunk,), device=book.device)
+        logits_CV = torch.randn((chunk, vocab), device=book.device).to(dtype)
+        column_C = torch.randint(vocab, (chunk,), device=book.device)
         compiled = torch.compile(function, fullgraph=True, dynamic=False)
         if function is not loss_gradient:
-            return lambda: compiled(logits_CV, column_C)
-        lse_C = logits_CV.float().logsumexp(-1)
-        return lambda: compiled(logits_CV, lse_C, column_C)
+            return partial(compiled, logits_CV, column_C)
+        return partial(compiled, logits_CV, logits_CV.float().logsumexp(-1), column_C)
 
-    for dtype, size in ((FP32, 4), (BF16, 2)):
+    for dtype in (FP32, BF16):
         kind = str(dtype).removeprefix("torch.")
-        for name, function in (("torch", lse_torch), ("online", lse_online)):
-            sizes = {"C": chunk, "V": model.vocab, "dtype": kind}
-            row = Row(model.name, f"logsumexp {name} {kind}", sizes)
-            row.bytes = size * chunk * model.vocab
-            book.time(row, lambda function=function, dtype=dtype: prepare(function, dtype))
-        row = Row(model.name, f"gradient {kind}", {"C": chunk, "V": model.vocab, "dtype": kind})
-        row.bytes = (size + 2) * chunk * model.vocab
-        book.time(row, lambda dtype=dtype: prepare(loss_gradient, dtype))
+        # Bytes that a kernel writes for each logit.
+        for name, function, written in (
+            ("logsumexp torch", lse_torch, 0),
+            ("logsumexp online", lse_online, 0),
+            ("gradient", loss_gradient, 2),
+        ):
+            row = Row(model.name, f"{name} {kind}", {"C": chunk, "V": vocab, "dtype": kind})
+            row.bytes = (dtype.itemsize + written) * chunk * vocab
+            book.time(row, partial(prepare, function, dtype))
 
 
 # ---- optimizer and copies ----------------------------------------------------------------------
@@ -433,11 +426,12 @@ def optimizer_rows(model: Model, book: Book) -> None:
 
         return step
 
-    def cast(source: torch.dtype, target: torch.dtype, *, one_by_one: bool = False) -> Call:
-        sources, targets = tensors(source), tensors(target)
-        if one_by_one:
-            return lambda: [tensor.to(target) for tensor in sources]
-        return lambda: torch._foreach_copy_(targets, sources)
+    def foreach_copy(source: torch.dtype, target: torch.dtype) -> Call:
+        return partial(torch._foreach_copy_, tensors(target), tensors(source))
+
+    def one_by_one() -> Call:
+        sources = tensors()
+        return lambda: [tensor.to(BF16) for tensor in sources]
 
     def chunk_cat() -> Call:
         """FSDP's copy of a unit's gradients into the buffer that it reduces, one unit a block."""
@@ -448,26 +442,21 @@ def optimizer_rows(model: Model, book: Book) -> None:
 
     def memcpy() -> Call:
         source, target = (torch.randn(count, device=book.device) for _ in "ab")
-        return lambda: target.copy_(source)
-
-    def norm() -> Call:
-        gradients = tensors()
-        return lambda: torch._foreach_norm(gradients, 2)
+        return partial(target.copy_, source)
 
     def multiply() -> Call:
-        gradients, scale = tensors(), torch.ones((), device=book.device)
-        return lambda: torch._foreach_mul_(gradients, scale)
+        return partial(torch._foreach_mul_, tensors(), torch.ones((), device=book.device))
 
     for name, bytes_each, prepare in (
-        ("AdamW fused", 28, lambda: optimizer(scaled=False)),
-        ("AdamW fused, grad_scale", 32, lambda: optimizer(scaled=True)),
+        ("AdamW fused", 28, partial(optimizer, scaled=False)),
+        ("AdamW fused, grad_scale", 32, partial(optimizer, scaled=True)),
         ("AdamW compiled, clips and casts", 30, compiled),
-        ("clip: norm", 4, norm),
+        ("clip: norm", 4, lambda: partial(torch._foreach_norm, tensors(), 2)),
         ("clip: multiply", 8, multiply),
-        ("fp32 to bf16, foreach_copy", 6, lambda: cast(FP32, BF16)),
-        ("fp32 to bf16, one by one", 6, lambda: cast(FP32, BF16, one_by_one=True)),
-        ("bf16 to bf16, foreach_copy", 4, lambda: cast(BF16, BF16)),
-        ("bf16 to fp32, foreach_copy", 6, lambda: cast(BF16, FP32)),
+        ("fp32 to bf16, foreach_copy", 6, partial(foreach_copy, FP32, BF16)),
+        ("fp32 to bf16, one by one", 6, one_by_one),
+        ("bf16 to bf16, foreach_copy", 4, partial(foreach_copy, BF16, BF16)),
+        ("bf16 to fp32, foreach_copy", 6, partial(foreach_copy, BF16, FP32)),
         ("bf16 to fp32, chunk_cat", 6, chunk_cat),
         ("fp32 memcpy", 8, memcpy),
     ):
@@ -491,77 +480,26 @@ def step_ms(model: Model, book: Book, terms: Terms) -> float | str:
 
 
 def choices(model: Model) -> list[tuple[str, dict[str, Terms]]]:
-    """Return what is to be decided, and for each choice the calls in a step. The first choice is titan's of November 2026."""
+    """Return what is to be decided, and for each choice the calls in a step: the table of gpu_kernels.toml, for a model."""
     small, large = model.chunks
-    layers, sample = model.layers, model.samples_of_step
-
-    def output(chunk: int, *, kind: str = "fp32", write_first: bool = False) -> Terms:
-        calls = -(-model.tokens // chunk)
-        scale = chunk / small  # of rows that are measured for one chunk only
-        dtype = {"fp32": "float32", "bf16": "bfloat16"}[kind]
-        terms = [
-            (f"output logits {kind}, chunk {chunk}", calls),
-            (f"output dX, chunk {chunk}", calls),
-        ]
-        terms += [
-            (f"logsumexp torch {dtype}", calls * scale),
-            (f"gradient {dtype}", calls * scale),
-        ]
-        if write_first:
-            terms.append((f"output dW fp32, written, chunk {chunk}", 1))
-            calls -= 1
-        else:
-            terms.append(("output dW zeros", 1))
-        return [*terms, (f"output dW fp32, added, chunk {chunk}", calls)]
-
-    def block(kinds: list[tuple[str, int]]) -> Terms:
-        return [(f"{kind} {part}", layers * calls) for kind, calls in kinds for part in MATMULS]
-
-    calls = -(-model.tokens // small)
-    moves = [(name, sample) for name in ("bf16 to fp32, chunk_cat", "fp32 memcpy")]
-    casts = [("fp32 to bf16, one by one", sample), ("bf16 to bf16, foreach_copy", sample)]
-    cast = ("fp32 to bf16, foreach_copy", sample)
-    norm, multiply = ("clip: norm", sample), ("clip: multiply", sample)
-    attentions: dict[str, Terms] = {
-        name: [(f"attention {name} {part}", layers) for part in ("forward", "backward")]
-        for name in ATTENTION
+    few, many = -(-model.tokens // large), -(-model.tokens // small)
+    numbers = {"small": small, "large": large}
+    layers = model.sizes.n_layers
+    calls = {
+        **{"once": 1, "layer": layers, "twice a layer": 2 * layers},
+        **{"sample": model.samples_of_step, "large": few},
+        **{"small": many, "small but one": many - 1},
+        # Measured for a small chunk only.
+        "large, in small": few * large / small,
     }
-    joined = [*block([("q, k, v joined", 1)]), ("q, k, v cat", layers)]
-    once = [cast, ("bf16 to fp32, foreach_copy", sample)]
-    return [
-        (
-            "copies of weights and gradients",
-            {"FSDP's": casts + moves, "one cast each way": once},
-        ),
-        (
-            "log-sum-exp",
-            {
-                f"{name}'s form": [(f"logsumexp {name} float32", calls)]
-                for name in ("torch", "online")
-            },
-        ),
-        (
-            "dW of the first chunk",
-            {"added to zeros": output(small), "written": output(small, write_first=True)},
-        ),
-        (
-            "clip, update and cast",
-            {
-                "multiply, fused AdamW, cast": [norm, multiply, ("AdamW fused", sample), cast],
-                "fused AdamW with grad_scale, cast": [
-                    norm,
-                    ("AdamW fused, grad_scale", sample),
-                    cast,
-                ],
-                "compiled": [norm, ("AdamW compiled, clips and casts", sample)],
-            },
-        ),
-        ("attention", attentions),
-        # Joined, the gradient of x needs two additions less, which are not in here.
-        ("q, k, v", {"three matmuls": block([("q", 1), ("k, v", 2)]), "joined": joined}),
-        ("logits", {"fp32": output(small), "bf16": output(small, kind="bf16")}),
-        ("tokens of a chunk", {str(small): output(small), str(large): output(large)}),
-    ]
+    found = []
+    for each in read_toml(Path(__file__).with_suffix(".toml"))[0]["choice"]:
+        terms_of = {}
+        for way, rows in each["ways"].items():
+            terms = [(name.format(**numbers), calls[number]) for name, number in rows.items()]
+            terms_of[way.format(**numbers)] = terms
+        found.append((each["what"], terms_of))
+    return found
 
 
 def decide(model: Model, book: Book) -> list[dict[str, Any]]:
@@ -583,18 +521,10 @@ def decide(model: Model, book: Book) -> list[dict[str, Any]]:
             verdict = f"keep {now}, by {second - known[now]:.2f} ms a step"
         else:
             verdict = f"{best} PAYS {known[now] - known[best]:.2f} ms a step"
-        print(
-            f"{model.name}, {what}: {verdict}. {said}{'; ' if said and unknown else ''}{unknown}"
-        )
-        decisions.append(
-            {
-                "model": model.name,
-                "what": what,
-                "now": now,
-                "ms_a_step": found,
-                "verdict": verdict,
-            }
-        )
+        said = "; ".join(filter(None, (said, unknown)))
+        print(f"{model.name}, {what}: {verdict}. {said}")
+        about = {"model": model.name, "what": what, "now": now}
+        decisions.append({**about, "ms_a_step": found, "verdict": verdict})
     return decisions
 
 
@@ -610,12 +540,11 @@ def main() -> None:
     args = parser.parse_args()
     end = time.monotonic() + args.limit_s
     torch.manual_seed(0)
-    device = torch.device("cpu" if args.tiny else "cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not args.tiny and not torch.cuda.is_available():
         parser.error("no GPU here: --tiny runs on a CPU")
     models = TINY if args.tiny else MODELS
-    book = Book(device, end)
-    about = machine()
+    book = Book(torch.device("cpu" if args.tiny else "cuda"), end)
+    about = steps.machine()
     print(f"{about}\n\n| model | kernel | ms | rate |\n|---|---|--:|---|")
     # In order of what they may decide: if time runs out, the last ones have no figure.
     for rows in (attention_rows, optimizer_rows, matmul_rows, loss_rows, output_rows):

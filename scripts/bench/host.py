@@ -15,54 +15,15 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import fmean
 from time import thread_time_ns
 from typing import Any
 
-LLAMA = {"name": "llama3", "flavor": "8B"}
-DEEPSEEK = {"name": "deepseek_v3", "flavor": "16B"}
-QWEN = {"name": "qwen3", "flavor": "30B-A3B"}
-OPERATORS = {"mode": "selective", "selective_ac_option": "op"}
-FULL, NONE = {"mode": "full"}, {"mode": "none"}
-KEYS = {"data_replicate": "data_parallel_replicate_degree"}
+from titan.config.toml import tomllib
 
-
-def _row(model: dict[str, str], recompute: dict[str, str], **degrees: int) -> dict[str, Any]:
-    """Return the sections of a job."""
-    parallelism = {
-        KEYS.get(axis, f"{axis}_parallel_degree"): degree for axis, degree in degrees.items()
-    }
-    sections = {"model": model, "activation_checkpoint": recompute, "parallelism": parallelism}
-    return {**sections, "debug": {"moe_force_load_balance": True}}
-
-
-ROWS: dict[str, dict[str, Any]] = {
-    "Llama, FSDP 8, no AC": _row(LLAMA, NONE),
-    "Llama, FSDP 8, full AC": _row(LLAMA, FULL),
-    "Llama, FSDP 8, op AC": _row(LLAMA, OPERATORS),
-    "Llama, FSDP 4 x TP 2, no AC": _row(LLAMA, NONE, tensor=2),
-    "Llama, FSDP 4 x TP 2, op AC": _row(LLAMA, OPERATORS, tensor=2),
-    "Llama, FSDP 4 x CP 2, op AC": _row(LLAMA, OPERATORS, context=2),
-    "Llama, HSDP 2 x 4, full AC": _row(LLAMA, FULL, data_replicate=2),
-    "Qwen3, FSDP 8, full AC": _row(QWEN, FULL),
-    "Qwen3, EP 2, no AC": _row(QWEN, NONE, expert=2),
-    "DeepSeek, FSDP 8, op AC": _row(DEEPSEEK, OPERATORS),
-    "DeepSeek, EP 2, op AC": _row(DEEPSEEK, OPERATORS, expert=2),
-    "DeepSeek, TP 2 x EP 2, op AC": _row(DEEPSEEK, OPERATORS, expert=2, tensor=2),
-}
-TRAINING: dict[str, Any] = {
-    "local_batch_size": 1,
-    "seq_len": 16,
-    "mixed_precision_param": "bfloat16",
-}
-
-
-def config_of(row: str) -> Any:
-    """Return the config of a row."""
-    from titan.config.schema import JobConfig
-
-    sections: Any = {"training": TRAINING, **ROWS[row]}
-    return JobConfig(**sections)
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+ROWS: dict[str, dict[str, Any]] = TABLES["rows"]
 
 
 class Clock:
@@ -90,6 +51,7 @@ def timed(row: str) -> list[dict[str, Any]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from titan.config.layout import resolve_layout
+    from titan.config.schema import JobConfig
     from titan.parallel import build_mesh
     from titan.sim.record.host_meter import Census, HostMeter, valid_counts
     from titan.sim.record.host_time import tiny
@@ -97,7 +59,7 @@ def timed(row: str) -> list[dict[str, Any]]:
     from titan.sim.record.program import job_program
 
     torch.set_num_threads(1)
-    config = config_of(row).on_device("cpu")
+    config = JobConfig(**(TABLES["common"] | ROWS[row])).on_device("cpu")
     config, layout = tiny(config, resolve_layout(config, 8))
     dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
     mesh = build_mesh("cpu", **layout.degrees)

@@ -23,50 +23,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan.config.layout import Layout, resolve_layout
 from titan.config.schema import JobConfig
+from titan.config.toml import read_toml
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.sim.estimate import activation_elements
 from titan.step.resolved import resolve_job
 from titan.step.train_step import TrainStep, build_train_step
 
-MODES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective, every 4th": {"mode": "selective", "selective_ac_option": 4},
-    "selective, every 2nd": {"mode": "selective", "selective_ac_option": 2},
-    'selective, "op"': {"mode": "selective"},
-    '"op", every matmul': {
-        "mode": "selective",
-        "op_keep": ["matmul", "attention", "network", "scales"],
-    },
-    '"op", attention only': {"mode": "selective", "op_keep": ["attention"]},
-    "full": {"mode": "full"},
-    "compiled, none": {"compile": True},
-    "compiled, budget 0.7": {"compile": True, "mode": "memory_budget", "memory_budget": 0.7},
-    "compiled, budget 0.3": {"compile": True, "mode": "memory_budget", "memory_budget": 0.3},
-    "compiled, budget 0": {"compile": True, "mode": "memory_budget", "memory_budget": 0.0},
-}
-BATCH, SEQUENCE = 4, 512
-OVERRIDES = {"dim": 256, "n_layers": 8, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 768, "vocab_size": 512}  # fmt: skip
+TABLES = read_toml(Path(__file__).with_suffix(".toml"))[0]
+BATCH, SEQUENCE = (TABLES["sections"]["training"][n] for n in ("local_batch_size", "seq_len"))
 
 
 def job(settings: dict[str, Any]) -> JobConfig:
     """The job of a mode."""
     section = dict(settings)
-    compiled = section.pop("compile", False)
-    training = {
-        "mixed_precision_param": "float32",
-        "local_batch_size": BATCH,
-        "seq_len": SEQUENCE,
-    }
-    return JobConfig.model_validate(
-        {
-            "model": {"flavor": "tiny", "overrides": OVERRIDES},
-            "training": training,
-            "activation_checkpoint": section,
-            "compile": {"enable": compiled, "components": ["model"]},
-            "loss": {"chunk_tokens": 256},
-        }
-    )
+    compiled = {"enable": section.pop("compile", False), "components": ["model"]}
+    own = {"activation_checkpoint": section, "compile": compiled}
+    return JobConfig.model_validate(TABLES["sections"] | own)
 
 
 def measure(config: JobConfig) -> tuple[float, float]:
@@ -144,7 +117,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print("| mode | kept, MiB | formula | formula on a CPU | peak of the step |")
     print("|---|---|---|---|---|")
-    for name, settings in MODES.items():
+    for name, settings in TABLES["modes"].items():
         if args.modes not in name:
             continue
         config = job(settings)

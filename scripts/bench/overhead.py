@@ -29,7 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from steps import free_port
+from steps import free_port, rank_environment
 
 HERE = Path(__file__).resolve().parent
 # Flavor of Llama, sequences a step on each rank, their length, and the steps of a long run.
@@ -261,26 +261,14 @@ def measure(args: argparse.Namespace, contestant: str, size: str, *, ranks: int,
     """Run a contestant; return its seconds of wall and of CPU time, start and end included."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.toml").write_text(job_toml(size, steps=steps, rank_count=ranks))
-        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(args.threads)}
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        environment = rank_environment()
+        environment |= {"OMP_NUM_THREADS": str(args.threads), "GLOO_SOCKET_IFNAME": "lo"}
         launch = [sys.executable]
         if ranks > 1:
             launch += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
             launch += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-        else:
-            one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-            environment |= one | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [
-            *launch,
-            __file__,
-            "--contestant",
-            contestant,
-            "--sizes",
-            size,
-            "--steps",
-            str(steps),
-        ]
+        command = [*launch, __file__, "--contestant", contestant]
+        command += ["--sizes", size, "--steps", str(steps)]
         with (Path(folder) / "log.txt").open("w+") as log:
             begin = time.perf_counter()
             process = subprocess.Popen(

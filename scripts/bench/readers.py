@@ -1,11 +1,10 @@
-"""What it costs to read a long run: `titan watch`, `titan plot`, `titan profile`, and a resume.
+"""What it costs to read a long run: `titan watch`, `titan plot`, and a resume.
 
     python scripts/bench/readers.py --rows 10000,100000,1000000 --checkpoints 10000 --rounds 3
 
-A run folder is generated with that many rows of metrics, a hundredth as many events, and empty step folders of checkpoints; a
-trace gets as many events as the metrics have rows. Each reader runs in a process that has imported what it needs, and
-measures itself: CPU seconds, bytes read from files, and how far the peak of its memory grew. "json, line by line" parses all of
-metrics.jsonl with the standard library, and "json" the trace. Medians of the rounds, which take turns.
+A run folder is generated with that many rows of metrics, a hundredth as many events, and empty step folders of checkpoints. Each
+reader runs in a process that has imported what it needs, and measures itself: CPU seconds, bytes read from files, and how far the
+peak of its memory grew. "json_lines" parses all of metrics.jsonl with the standard library. Medians of the rounds, which take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -22,63 +20,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-STREAMS, STEP_US = 3, 100_000
+ROW = """{"step": %d, "loss": 2.417362, "grad_norm": 1.0, "lr": 0.0003, "tokens": 524288000, "tokens_per_s": 913427.31, "step_s": 0.5, \
+"eta_s": 51201.5, "data_wait_s": 0.0001, "mfu": 0.4, "memory_gib": 60.1, "memory_kind": "reserved", "tflops": 400.5, "loss_z": 0.1, \
+"validation_s": 0.0, "checkpoint_s": 0.0, "num_skipped": 0, "goodput": 0.9, "slowest_rank": 3, "slowest_rank_s": 0.51, \
+"median_rank_s": 0.5, "unix_s": 1700000000.5, "time_s": 50.5}
+"""
+EVENT = """{"event": "checkpoint", "step": %d, "unix_s": 1700000000.5, "seconds": {"trained": 50.5}, "restarts": 0, "lost_steps": 0}
+"""
 
 
 def write_run(folder: Path, *, rows: int, checkpoints: int) -> None:
-    """Write a run folder, and a trace beside it."""
-    generator = random.Random(0)
+    """Write a run folder."""
     folder.mkdir()
     (folder / "status.json").write_text("{}")
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, rows + 1):
-            row = {"step": step, "loss": 2 + generator.random() + 100 / step, "grad_norm": 1.0}
-            row |= {
-                "lr": 3e-4,
-                "tokens": step * 524288,
-                "tokens_per_s": 1e6 * generator.random(),
-            }
-            row |= {
-                "step_s": 0.5,
-                "eta_s": 1.0 * (rows - step),
-                "data_wait_s": 1e-4,
-                "mfu": 0.4,
-            }
-            row |= {
-                "memory_gib": 60.1,
-                "memory_kind": "reserved",
-                "tflops": 400.5,
-                "loss_z": 0.1,
-            }
-            row |= {"validation_s": 0.0, "checkpoint_s": 0.0, "num_skipped": 0, "goodput": 0.9}
-            row |= {"slowest_rank": 3, "slowest_rank_s": 0.51, "median_rank_s": 0.5}
-            row |= {"unix_s": 1.7e9 + step / 2, "time_s": step / 2}
-            file.write(json.dumps(row) + "\n")
+        file.writelines(ROW % step for step in range(1, rows + 1))
     with (folder / "events.jsonl").open("w") as file:
-        for step in range(0, rows, 100):
-            event = {"event": "checkpoint", "step": step, "unix_s": 1.7e9 + step / 2}
-            event |= {"seconds": {"trained": step / 2}, "restarts": 0, "lost_steps": 0}
-            file.write(json.dumps(event) + "\n")
+        file.writelines(EVENT % step for step in range(0, rows, 100))
     for step in range(checkpoints):
         place = folder / "checkpoint" / f"step-{step + 1}"
         place.mkdir(parents=True)
         (place / "manifest.json").touch()
-    traces = folder / "traces" / "step-10"
-    traces.mkdir(parents=True)
-    span = {"ph": "X", "pid": 0, "cat": "user_annotation", "name": "ProfilerStep#10", "tid": 1}
-    events: list = [span | {"ts": 0, "dur": STEP_US}]
-    for number in range(rows):
-        begin = number * STEP_US // rows
-        args = {"stream": number % STREAMS, "correlation": number}
-        kernel: dict = {
-            "ph": "X",
-            "cat": "kernel",
-            "name": f"gemm_{number % 97}",
-            "tid": args["stream"],
-        }
-        events.append(kernel | {"pid": 0, "ts": begin, "dur": STEP_US / rows, "args": args})
-    # As torch's profiler writes it, an event on several lines.
-    (traces / "rank-0.json").write_text(json.dumps({"traceEvents": events}, indent=1))
 
 
 # ---- the readers: each returns the work, when its imports are done -----------------------------
@@ -127,17 +89,7 @@ def resume(folder: Path) -> Callable[[], object]:
     return work
 
 
-def profile(folder: Path) -> Callable[[], object]:
-    from titan.tools.trace_files import read_report
-
-    return lambda: read_report(next(folder.glob("traces/*/*.json")))
-
-
-def json_trace(folder: Path) -> Callable[[], object]:
-    return lambda: json.loads(next(folder.glob("traces/*/*.json")).read_bytes())
-
-
-READERS = (watch, watch_again, plot, resume, json_lines, profile, json_trace)
+READERS = (watch, watch_again, plot, resume, json_lines)
 
 
 def measure_here(name: str, folder: Path) -> None:

@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -48,7 +49,7 @@ from typing import Any
 from titan.base.hardware import by_name, recognise
 from titan.base.rows import read_rows
 from titan.config.schema import ModelSection
-from titan.config.toml import format_value
+from titan.config.toml import format_value, read_toml
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "expected.json"
@@ -57,17 +58,14 @@ NUM_TOKENS = 258  # kinds of token in the random batches: those of titan's byte 
 
 @dataclass(frozen=True)
 class Model:
-    """A flavor of a family, what is changed of it, and the batch that fits an H200 (141 GB) with whole logits in fp32.
-
-    small_batch: of a card with less than 100 GiB; None: the same.
-    """
+    """A row of steps.toml: a flavor of a family, what is changed of it, and its batch."""
 
     flavor: str
     batch: int
     overrides: dict[str, int] = field(default_factory=dict)
-    family: str = "llama3"  # the only one that TorchTitan and the bare loop know
+    family: str = "llama3"
     small_batch: int | None = None
-    architecture: str = ""  # a class of transformers, in place of a flavor
+    architecture: str = ""
 
     def batch_on(self, memory_gib: float) -> int:
         """Return the sequences a step on a card; 0 GiB: no card."""
@@ -86,68 +84,10 @@ class Model:
         return ModelSection.model_validate(self.section).sizes
 
 
-MODELS = {
-    "1B": Model("1B", 2),
-    "3B": Model("3B", 1),
-    # As many blocks of the 8B model as fit, with AdamW in fp32
-    "8B-blocks": Model("8B", 2, {"n_layers": 8}, small_batch=1),
-    # 30B-A3B's blocks with 16 of its 128 experts, of which a token meets 8: grouped products as wide and deep as there.
-    "30B-A3B-blocks": Model(
-        "30B-A3B", 2, {"n_layers": 16, "num_experts": 16}, family="qwen3", small_batch=1
-    ),
-    # Two of Qwen3-Next 80B-A3B's twelve periods of three layers with linear attention and one with softmax attention
-    "80B-A3B-blocks": Model(
-        "80B-A3B",
-        1,
-        {"num_hidden_layers": 8, "num_experts": 32},
-        family="transformers",
-        architecture="Qwen3NextForCausalLM",
-    ),
-    "tiny": Model("tiny", 2),
-    "tiny-blocks": Model("tiny", 2, {"n_layers": 2}),
-    "tiny-experts": Model("tiny_moe", 2, {"n_layers": 2}, family="qwen3"),
-    "tiny-hybrid": Model(
-        "tiny",
-        2,
-        {
-            **{"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "head_dim": 16},
-            **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4},
-            **{"num_experts_per_tok": 2, "moe_intermediate_size": 32},
-            **{"shared_expert_intermediate_size": 32, "linear_num_key_heads": 2},
-            **{
-                "linear_num_value_heads": 4,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
-            },
-        },
-        family="transformers",
-        architecture="Qwen3NextForCausalLM",
-    ),
-    "debugmodel": Model("debugmodel", 4),
-}
-KERNELS = {"cudnn", "flash", "fa3", "fa4"}
-PARTS: dict[str, dict[str, dict[str, Any]]] = {
-    "eager": {},
-    "compile": {"compile": {"enable": True}},
-    "ac": {"activation_checkpoint": {"mode": "full"}},
-    "sac": {"activation_checkpoint": {"mode": "selective"}},
-    "float8": {"model": {"converters": ["quantize.linear.float8"]}},
-    "accumulate4": {},  # training.global_batch_size: write_job knows the batch
-    # titan's alone
-    "chunk8192": {"loss": {"chunk_tokens": 8192}},
-    # Random tokens mark no documents: text of the Python library, as bytes.
-    "documents": {"training": {"dataset": "stdlib"}, "data": {"document_mask": True}},
-    "muon": {"optimizer": {"name": "Muon"}},
-    **{name: {"model": {"attention_backend": name}} for name in sorted(KERNELS)},
-}
-# Parts that only some contestants know.
-OWN = {
-    **{
-        part: {"titan", "before"}
-        for part in ("chunk8192", "documents", "muon", *sorted(KERNELS))
-    },
-    "accumulate4": {"titan", "before", "torchtitan"},
-}
+TABLES = read_toml(HERE / "steps.toml")[0]
+MODELS = {name: Model(**row) for name, row in TABLES["models"].items()}
+PARTS: dict[str, dict[str, dict[str, Any]]] = TABLES["parts"]
+OWN: dict[str, list[str]] = TABLES["own"]
 COMMANDS = {
     "titan": ["-m", "titan.train", "job.toml", "titan.toml"],
     "before": ["-m", "titan.train", "job.toml", "titan.toml"],
@@ -166,37 +106,19 @@ def write_job(
 
     emulate: float8 by torch's own operations, for a machine without a GPU.
     """
-    sections: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": "."},
-        "model": {
-            "name": "llama3",
-            "flavor": args.model,
-        },  # for TorchTitan; titan.toml has the last word
-        "optimizer": {"name": "AdamW", "lr": 3e-4, "implementation": "fused"},
-        "lr_scheduler": {"warmup_steps": 1},
-        "training": {
-            "dataset": "synthetic",
-            "local_batch_size": args.batch,
-            "seq_len": args.seq_len,
-            "steps": args.warm_up + args.steps,
-        },
-        # TorchTitan's defaults differ from titan's here: neither restores random states, both leave the output layer in bf16.
-        "activation_checkpoint": {
-            "mode": "none",
-            "selective_ac_option": "op",
-            "preserve_rng_state": False,
-        },
-        "quantize.linear.float8": {"filter_fqns": ["output"]},
-        "compile": {"enable": False},
-        "metrics": {"log_freq": math.gcd(args.warm_up, args.steps)},
-        "checkpoint": {"enable": False},
-    }
+    sections = deepcopy(TABLES["job"])
+    # For TorchTitan; titan.toml has the last word.
+    sections["model"] = {"name": "llama3", "flavor": args.model}
+    sections["metrics"] = {"log_freq": math.gcd(args.warm_up, args.steps)}
+    training = sections["training"]
+    training |= {"local_batch_size": args.batch, "seq_len": args.seq_len}
+    training["steps"] = args.warm_up + args.steps
     parts = variant.split("+")
     for part in parts:
         for section, keys in PARTS[part].items():
-            sections[section] = sections.get(section, {}) | keys
+            sections.setdefault(section, {}).update(keys)
     if "accumulate4" in parts:
-        sections["training"]["global_batch_size"] = 4 * args.batch
+        training["global_batch_size"] = 4 * args.batch
     if "float8" in parts and emulate:
         sections["quantize.linear.float8"]["emulate"] = True
     own = {"model": MODELS[args.model].section, "tokenizer": {"name": "bytes"}}
@@ -214,33 +136,30 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def rank_environment(*paths: str) -> dict[str, str]:
+    """Return the variables of a process that is the only rank: it finds the modules of `paths` and of this folder first."""
+    search = filter(None, [*paths, str(HERE), os.environ.get("PYTHONPATH", "")])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(search),
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+
+
 def run(
     folder: Path, args: argparse.Namespace, contestant: str, *, limit_s: float
 ) -> dict[str, Any]:
     """Run a contestant's process on the job in `folder`; its figures, or what it failed with."""
-    search = [str(HERE), os.environ.get("PYTHONPATH", "")]
-    if contestant == "before":
-        # In front of an installed titan, and of the one that this script belongs to. titan finds models/ beside itself.
-        search.insert(0, str(Path(os.environ["BEFORE"]).resolve()))
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(args.cache.resolve()),
-        "PYTHONPATH": os.pathsep.join(search),
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
-    }
+    # In front of an installed titan, and of the one that this script belongs to. titan finds models/ beside itself.
+    before = [str(Path(os.environ["BEFORE"]).resolve())] if contestant == "before" else []
+    environment = rank_environment(*before)
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(args.cache.resolve())
     begin = time.monotonic()
     with (folder / "log.txt").open("w") as log:
-        code = subprocess.run(
-            [sys.executable, *COMMANDS[contestant]],
-            **{
-                "cwd": folder,
-                "env": environment,
-                "stdout": log,
-                "stderr": log,
-                "timeout": limit_s,
-            },
-        ).returncode
+        command = [sys.executable, *COMMANDS[contestant]]
+        options: dict[str, Any] = {"stdout": log, "stderr": log, "timeout": limit_s}
+        code = subprocess.run(command, cwd=folder, env=environment, **options).returncode
     wall_s = round(time.monotonic() - begin, 1)
     if code:
         text = (folder / "log.txt").read_text(errors="replace")
@@ -293,7 +212,7 @@ def expect(args: argparse.Namespace, names: list[str]) -> None:
     """Add to expected.json what `titan sim` says of titan's rows on these cards."""
     known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     for name, variant in product(names, args.variants):
-        if KERNELS & {*variant.split("+")}:
+        if {"cudnn", "flash", "fa3", "fa4"} & {*variant.split("+")}:
             print(
                 f"{variant}: the simulator takes the profile's kernel of attention, not the job's"
             )

@@ -20,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from .shared import LEFT, ROOT, TABLE, Result, exit_code, git, run_all, table, write
+from .shared import LEFT, ROOT, TABLE, Result, exit_code, git, run_kept, table, write
 from .shared import add_options as add_shared
 
 SUMMARY = "| faults | number | at worst |\n|---|--:|---|"
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     wanted = [fault for fault in FAULTS if fault.group in (options.only or GROUPS)]
     runs = {fault.name: partial(cause, fault) for fault in wanted}
-    found = run_all(options.state, runs, options)
+    found = run_kept(options.state, runs, options)
     code = exit_code(found, [fault.name for fault in FAULTS])
     if options.write and code != LEFT:
         write_tables(found)

@@ -28,7 +28,7 @@ from tests.support.hosts import Hosts, why_not
 from tests.support.hosts import run as shell
 
 from .groups import BOUND, JOB, Row, replay, rows_of, seconds
-from .shared import LEFT, ROOT, TABLE, TITAN, Result, exit_code, run_all, start, table, write
+from .shared import LEFT, ROOT, TABLE, TITAN, Result, exit_code, run_kept, start, table, write
 from .shared import add_options as add_shared
 
 # One schedule, whenever a run ends, and a rate at which rounding errors do not grow over thousands of steps.
@@ -292,7 +292,7 @@ def run(options: argparse.Namespace) -> int:
         for kind, number in RUNS
         if kind in (options.only or KINDS)
     }
-    found = run_all(options.folder / "state.json", runs, options)
+    found = run_kept(options.folder / "state.json", runs, options)
     lines = about(found)
     print(*lines, sep="\n")
     code = exit_code(found, [f"{kind} {number}" for kind, number in RUNS])

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from pieces import LEFT, ROOT, git
+from pieces import LEFT, ROOT, Result, git, run_all
 
 from titan.config.toml import tomllib
 
-__all__ = ["LEFT", "ROOT", "git"]
+__all__ = ["LEFT", "ROOT", "Result", "git"]
 
 TITAN = [sys.executable, "-m", "titan.cli"]
 TABLE = tomllib.loads((ROOT / "scripts/drill.toml").read_text(encoding="utf-8"))
 # No fault depends on these.
 HARMLESS = ("docs/", "scripts/drill.", "scripts/drills/faults", "CHANGELOG.md", "README.md")
 HARMLESS += ("titan/contrib/elastic/README.md",)
-Result = dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser, only: Iterable[str]) -> None:
@@ -45,7 +42,7 @@ def counts_now(commit: str) -> bool:
     return all(name.startswith(HARMLESS) for name in changed)
 
 
-def run_all(
+def run_kept(
     file: Path, runs: Mapping[str, Callable[[], Result]], options: argparse.Namespace
 ) -> dict[str, Result]:
     """Run what a file has no result of, and print each. Returns those that have run, by name.
@@ -55,20 +52,21 @@ def run_all(
         runs: what to run, by name. A result has "wrong", the text of what was not right.
         options: those of `add_options`.
     """
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    found = {name: row for name, row in kept.items() if counts_now(row["commit"])}
-    if options.again:
-        found = {name: row for name, row in found.items() if not row["wrong"]}
-    begun_s, commit = time.monotonic(), git("rev-parse", "--short", "HEAD")
-    for name, run in runs.items():
-        start_s = time.monotonic()
-        if name in found or start_s - begun_s > 60 * options.minutes:
-            continue
-        found[name] = run() | {"commit": commit}
-        took_s = time.monotonic() - start_s
-        print(f"{name}: {found[name]['wrong'] or 'right'} ({took_s:.0f} s)", flush=True)
-        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return found
+    commit = git("rev-parse", "--short", "HEAD")
+
+    def tell(name: str) -> Result:
+        found = runs[name]()
+        print(f"{name}: {found['wrong'] or 'right'}", flush=True)
+        return found | {"commit": commit}
+
+    return run_all(
+        file,
+        {name: partial(tell, name) for name in runs},
+        is_current=lambda _, row: (
+            counts_now(row["commit"]) and not (options.again and row["wrong"])
+        ),
+        minutes=options.minutes,
+    )
 
 
 def exit_code(found: Mapping[str, Result], names: Collection[str]) -> int:

@@ -50,7 +50,7 @@ def test_no_time_left(script: Any) -> None:
 
 def test_sizes(script: Any) -> None:
     one, eight = script.MODELS
-    assert (one.num_params, eight.num_params) == (
+    assert (one.sizes.num_params, eight.sizes.num_params) == (
         1_498_482_688,
         8_030_261_248 - 24 * 218_112_000,
     )

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import (
     CheckpointManager,
@@ -62,11 +63,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("mode", "parallelism"),
-    [
-        ("async", {"data_parallel_shard_degree": 2}),
-        ("async_with_pinned_mem", {"data_parallel_shard_degree": 2}),
-        ("async_with_pinned_mem", {"tensor_parallel_degree": 2}),
-    ],
+    table(__file__, "resumed_equals_uninterrupted"),
 )
 def test_resumed_equals_uninterrupted(
     mode: str, parallelism: dict[str, int], pool: Pool, tmp_path: Path

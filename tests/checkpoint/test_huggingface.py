@@ -30,6 +30,7 @@ from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.runs import logged_rows
 from tests.support.steps import build_step
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan import cli
 from titan.checkpoint import SaveFailed
@@ -417,13 +418,7 @@ def test_shipped_jobs_name_folders_of_their_model(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("published", "flavor", "overrides"),
-    [
-        ("Llama-3.2-1B", "1B", {}),
-        ("Llama-3.1-8B", "8B", {}),
-        ("Llama-3-8B", "8B", {"rope_factor": 0.0}),
-        ("Qwen3-0.6B", "0.6B", {}),
-        ("Qwen3-0.6B, head_dim as derived", "0.6B", {"n_layers": 3, "head_dim": 64}),
-    ],
+    table(__file__, "published_configs_are_our_flavors"),
 )
 def test_published_configs_are_our_flavors(
     published: str, flavor: str, overrides: dict[str, Any], tmp_path: Path

@@ -24,6 +24,7 @@ from tests.checkpoint.test_huggingface import (
 from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
+from tests.support.tables import table
 from titan import cli
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
@@ -51,67 +52,8 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 40.0,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 40,
-    "n_routed_experts": 8,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_group": 4,
-    "topk_group": 2,
-    "rope_parameters": YARN,
-}
 # By the name of transformers' classes: what differs from SIZES.
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {
-        "num_experts": 8,
-        "moe_intermediate_size": 40,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "norm_topk_prob": True,
-    },
-    "DeepseekV3": {
-        **LATENT,
-        "q_lora_rank": 32,
-        "n_shared_experts": 1,
-        "num_nextn_predict_layers": 0,
-    },
-    "DeepseekV2": {
-        **LATENT,
-        "q_lora_rank": None,
-        "n_shared_experts": 2,
-        "topk_method": "group_limited_greedy",
-        "routed_scaling_factor": 16.0,
-    },
-    "DeepseekV2, greedy": {
-        **LATENT,
-        "q_lora_rank": None,
-        "n_shared_experts": 2,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-    "GptOss": {
-        "num_local_experts": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "sliding_window": 24,
-        "swiglu_limit": 0.5,
-        "rope_parameters": None,
-    },
-}
+MODELS: dict[str, dict[str, Any]] = table(__file__, "models")
 
 
 @pytest.fixture(scope="module")
@@ -429,15 +371,7 @@ PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 
 @pytest.mark.parametrize(
     ("published", "name", "flavor"),
-    [
-        ("Qwen3-30B-A3B", "qwen3", "30B-A3B"),
-        ("Qwen3-235B-A22B", "qwen3", "235B-A22B"),
-        ("DeepSeek-V3", "deepseek_v3", "671B"),
-        ("DeepSeek-V2", "deepseek_v3", "236B"),
-        ("DeepSeek-V2-Lite", "deepseek_v3", "16B"),
-        ("gpt-oss-20b", "gpt_oss", "20b"),
-        ("gpt-oss-120b", "gpt_oss", "120b"),
-    ],
+    table(__file__, "published_configs_are_our_flavors"),
 )
 def test_published_configs_are_our_flavors(published: str, name: str, flavor: str) -> None:
     found, sizes = read_sizes(HFFolder(Path(), PUBLISHED[published], {}))

@@ -15,6 +15,7 @@ import torch
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.checkpoint.manager import CheckpointError, model_state
 from titan.config.model import families, family
@@ -101,17 +102,7 @@ def test_retention_keeps_the_steps_of_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        ({"rope_theta": 1e4}, ""),
-        (
-            {"n_layers": 1},
-            "not in the model, so not loaded: model.layers.1.attention.wk.weight, ",
-        ),
-        (
-            {"n_layers": 3},
-            "not in the step with this shape, so as at a fresh start: model.layers.2.attention_norm.weight, ",
-        ),
-    ],
+    table(__file__, "a_run_may_begin_with_another_model_where_it_says_so"),
 )
 def test_a_run_may_begin_with_another_model_where_it_says_so(
     change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows, saved_tensors
 from tests.support.steps import build_step
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint import manager as checkpoints
 from titan.checks.rules import check_to_run, resolve_layout
@@ -34,18 +35,7 @@ KEYS = {
     "tp": "tensor_parallel_degree",
 }
 Degrees = dict[str, int]
-LAYOUTS: dict[str, Degrees] = {
-    "one process": {},
-    "FSDP2": {"dp_shard": 2},
-    "DDP": {"dp_replicate": 2, "dp_shard": 1},
-    "TP": {"tp": 2},
-    "PP": {"pp": 2},
-    "CP": {"cp": 2},
-    "FSDP2 x TP": {"dp_shard": 2, "tp": 2},
-    "HSDP": {"dp_replicate": 2, "dp_shard": 2},
-    "FSDP2 on 4": {"dp_shard": 4},
-    "PP x TP": {"pp": 2, "tp": 2},
-}
+LAYOUTS: dict[str, Degrees] = table(__file__, "layouts")
 SLOW = ("HSDP", "FSDP2 on 4", "PP x TP")  # to load into; the default run saves under all ten
 LEGS: list[Degrees] = [{"dp_shard": 4}, {"tp": 2, "pp": 2}, {"cp": 2, "dp_shard": 2}, {}]
 MTP_LEGS: list[Degrees] = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {}]

@@ -27,6 +27,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.metrics import read_json_lines
 from tests.support.runs import logged_rows
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.base.signals import StopRequest
 from titan.checkpoint import staging as staging_module
@@ -89,26 +90,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 # ---- resumed = uninterrupted -----------------------------------------------------------------------
 
-PLAIN = {"implementation": "foreach"}
-WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "AdamW": ("disabled", {"name": "AdamW"}, {}),
-    "AdamW, async": ("async", {"name": "AdamW"}, {}),
-    "AdamW, pinned": ("async_with_pinned_mem", {"name": "AdamW"}, {}),
-    "Adam": ("async", {"name": "Adam"}, {}),
-    "AdamW in bf16": ("async", PLAIN | {"name": "AdamW", "state_dtype": "bfloat16"}, {}),
-    "AdamW8bit": ("async_with_pinned_mem", PLAIN | {"name": "AdamW8bit"}, {}),
-    "Muon": ("async_with_pinned_mem", {"name": "Muon"}, {}),
-    "stochastic rounding": (
-        "async",
-        PLAIN | {"name": "AdamW", "stochastic_rounding": True},
-        {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
-    ),
-    "early step": (
-        "async_with_pinned_mem",
-        {"name": "AdamW", "early_step_in_backward": True},
-        {"max_norm": 0.0},
-    ),
-}
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = table(__file__, "ways")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -285,17 +267,7 @@ def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        (
-            {"interval": 500, "keep_every_n_steps": 750},
-            "checkpoint.keep_every_n_steps: .*1000",
-        ),
-        (
-            {"create_seed_checkpoint": True, "load_only": True},
-            "create_seed_checkpoint: is a save",
-        ),
-        ({"folder": "s4://bucket/run"}, "folder: .*s4://bucket/run.*not known"),
-    ],
+    table(__file__, "settings_that_contradict"),
 )
 def test_settings_that_contradict(
     settings: dict[str, Any], message: str, tmp_path: Path
@@ -641,22 +613,6 @@ def test_a_moved_run_is_used_from_another_folder(
     ):
         assert titan(command) == 2
         assert "--tokenizer PATH gives the permission" in capsys.readouterr().err
-
-
-def test_generate_refuses_what_no_model_can_do(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--temperature", "nan", "--top-k", "-3", "--max-new-tokens", "-2"]
-    assert titan(["generate", "--checkpoint", "none", *options, "--device", "meta"]) == 2
-    *told, device, count = capsys.readouterr().err.splitlines()
-    assert told == [
-        "command line: --max-new-tokens: expected a number of at least 0, got -2",
-        "command line: --temperature: expected a number of at least 0, got nan",
-        "command line: --top-k: expected a number of at least 0, got -3",
-    ]
-    assert (
-        device.startswith("command line: --device: cannot use meta: ") and count == "4 problems"
-    )
-    assert titan(["generate", "--checkpoint", "none", "--device", "cuda:99"]) == 2
-    assert "--device: cannot use cuda:99: " in capsys.readouterr().err
 
 
 def test_generate_finds_the_checkpoints_of_a_run(

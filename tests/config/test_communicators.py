@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from titan.checks.rules import advise, load_to_run
 from titan.config.errors import ConfigError
 
-ONE_RANK = (
-    "the axis has one rank, which sends nothing; remove the table, or change parallelism."
-)
-MOE = '[model]\nname = "qwen3"\nflavor = "tiny_moe"\n'
 OPTIONS = "[comm.nccl.{}]\nmax_ctas = 4\n"
 
 
@@ -26,25 +23,11 @@ def problems(text: str, folder: Path, *, world: int) -> list[str]:
     return []
 
 
+# (OPTIONS.format("ep"), ["1: comm.nccl.ep: the model has no experts; re: No degree would give a dense model experts.
+# (MOE + OPTIONS.format("efsdp"), [f"4: comm.nccl.efsdp: {ONE_RANK}exper: Without expert parallelism, experts are sharded with the rest. With all ranks in it, they are not sharded.
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        (OPTIONS.format("dp_shrd"), ["1: comm.nccl.dp_shrd: unknown key; did you mean 'dp_shard'?"]),
-        ("[comm.nccl.tp]\nmax_cta = 4\n", ["2: comm.nccl.tp.max_cta: unknown key; did you mean 'max_ctas'?"]),
-        ("[comm.nccl.tp]\nmin_ctas = 0\n", ["2: comm.nccl.tp.min_ctas: must be at least 1, got 0"]),
-        ("[comm.nccl.dp_shard]\nmax_ctas = 4\nmin_ctas = 8\n", ["3: comm.nccl.dp_shard.min_ctas: is more than max_ctas = 4; use 4 or less"]),
-        (OPTIONS.format("cp"), [f"1: comm.nccl.cp: {ONE_RANK}context_parallel_degree"]),
-        ("[comm.nccl.dp_shard]\nnet_name = ''\n", ["2: comm.nccl.dp_shard.net_name: string should have at least 1 character, got the string \"\""]),
-        # No degree would give a dense model experts.
-        (OPTIONS.format("ep"), ["1: comm.nccl.ep: the model has no experts; remove the table"]),
-        (OPTIONS.format("efsdp"), ["1: comm.nccl.efsdp: the model has no experts; remove the table"]),
-        # Without expert parallelism, experts are sharded with the rest. With all ranks in it, they are not sharded.
-        (MOE + OPTIONS.format("efsdp"), [f"4: comm.nccl.efsdp: {ONE_RANK}expert_parallel_degree"]),
-        (MOE + OPTIONS.format("efsdp") + "[parallelism]\nexpert_parallel_degree = 4\n", [f"4: comm.nccl.efsdp: {ONE_RANK}expert_parallel_degree"]),
-        (MOE + OPTIONS.format("efsdp") + OPTIONS.format("ep") + "[parallelism]\nexpert_parallel_degree = 2\n", []),
-        (OPTIONS.format("dp_shard") + "[comm.nccl.pp]\n", []),
-        (OPTIONS.format("dp_shard") + "[parallelism]\ndata_parallel_replicate_degree = 4\n", [f"1: comm.nccl.dp_shard: {ONE_RANK}data_parallel_shard_degree"]),
-    ],
+    table(__file__, "what_nothing_would_use"),
 )  # fmt: skip
 def test_what_nothing_would_use(text: str, expected: list[str], tmp_path: Path) -> None:
     assert problems(text, tmp_path, world=4) == expected

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT, job
+from tests.support.tables import table
 from titan.checkpoint.identity import change_lines, changed_settings
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
@@ -119,45 +120,8 @@ def test_the_page_gives_a_long_stage_its_own_layout(tmp_path: Path) -> None:
     assert [phase.layout.accumulation for phase in phases] == [2, 2, 8]
 
 
-WRONG = [
-    # A key of the phase has its line; a key that it takes over from the job names the phase.
-    (
-        {"tensor_parallel_degree": 8},
-        {},
-        "phase[0].tensor_parallel_degree: 4 ranks / (tp 8) is not whole",
-    ),
-    ({"tensor_parallel_degree": 3}, {}, "3 does not divide the model's 4 heads"),
-    (
-        {"context_parallel_degree": 2},
-        {"parallelism": {"data_parallel_shard_degree": 4}},
-        "parallelism.data_parallel_shard_degree: in phase 2, pp 1 x dp_replicate 1 x dp_shard 4 x cp 2",
-    ),
-    (
-        {"context_parallel_degree": 2},
-        {"checkpoint": {"enable": False}},
-        "set checkpoint.enable = true",
-    ),
-    (
-        {"context_parallel_degree": 2},
-        {"checkpoint": {"load_only": True}},
-        "set checkpoint.enable = true",
-    ),
-    (
-        {"context_parallel_degree": 2},
-        {"data": {"sources": [{"type": "huggingface", "path": "a/b"}]}},
-        "2 data-parallel ranks cannot go on with a stream that 4 read in parts",
-    ),
-    (
-        {"context_parallel_degree": 2},
-        {"data": {"sources": []}, "training": BATCH | {"dataset": "c4"}},
-        "2 data-parallel ranks cannot go on with a stream that 4 read in parts",
-    ),
-    (
-        {"context_parallel_degree": 2},
-        {"fault_tolerance": {"enable": True}},
-        "replica groups train one phase",
-    ),
-]
+# (: A key of the phase has its line; a key that it takes over from the job names the phase.
+WRONG = table(__file__, "wrong")
 
 
 @pytest.mark.parametrize(("phase", "sections", "message"), WRONG)

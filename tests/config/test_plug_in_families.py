@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from titan.checks.rules import check
 from titan.config import model, plug_ins
 from titan.config.layout import check_layout
@@ -55,41 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [
-        (PACKAGE.format(body="pass", after="pass"), ""),
-        (
-            PACKAGE.format(body="def forward(self, *args, **kwargs): ...", after="pass"),
-            "",
-        ),
-        (
-            PACKAGE.format(body=FORWARD, after="pass"),
-            f"{SAID} is called as forward(tokens_BS, positions_BS=..., document_ids_BS=...), and takes "
-            "(ids, positions=None, documents=None): got an unexpected keyword argument 'positions_BS'",
-        ),
-        (PACKAGE.format(body="pass", after="del mine.output"), f"{SAID} lacks output"),
-        (
-            PACKAGE.format(body="pass", after="mine.layers = torch.nn.ModuleList()"),
-            f"{SAID} has its blocks in a ModuleList, not an nn.ModuleDict",
-        ),
-        (
-            PACKAGE.format(body="pass", after="mine.norm.register_buffer('b', torch.ones(1))"),
-            f"{SAID} has a buffer norm.b, and LayerNorm no reset_buffers() that fills it",
-        ),
-        (
-            PACKAGE.format(body="pass", after="1 / 0"),
-            "build_model of the family mine raised ZeroDivisionError: division by zero",
-        ),
-        ("FLAVORS = {}", "the family mine lacks TENSOR_PLAN, build_model"),
-        (
-            "FLAVORS, TENSOR_PLAN, build_model = {'tiny': {'dim': 64}}, {}, None",
-            "the flavor tiny of the family mine is not a frozen dataclass",
-        ),
-        (
-            "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Sizes:\n    dim: int = 64\n"
-            "    n_layers: int = 1\nFLAVORS, TENSOR_PLAN, build_model = {'tiny': Sizes()}, {}, None",
-            "the flavor tiny of the family mine lacks n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, ",
-        ),
-    ],
+    table(__file__, "what_a_family_lacks_is_one_line"),
 )
 def test_what_a_family_lacks_is_one_line(folder: Path, source: str, message: str) -> None:
     (folder / "mine_family.py").write_text(source)

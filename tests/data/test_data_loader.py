@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.loaders import build_loader, build_validation_loader
+from tests.support.tables import table
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Samples, ShardSpec
@@ -27,16 +28,7 @@ from titan.losses.loss import IGNORED
 SEQ_LEN = 32
 TOKENIZER = bytes_tokenizer()
 # (ranks, rows a rank, accumulation): 24 samples a step each.
-LAYOUTS = [
-    (1, 24, 1),
-    (1, 12, 2),
-    (2, 12, 1),
-    (2, 3, 4),
-    (3, 8, 1),
-    (3, 4, 2),
-    (4, 6, 1),
-    (4, 3, 2),
-]
+LAYOUTS = table(__file__, "layouts")
 
 
 def training(**changes: Any) -> s.TrainingSection:
@@ -339,7 +331,10 @@ def test_validation_repeats_and_ends_with_the_text(corpus: Path, cache: str) -> 
         assert (len(batches) - 1) * 4 < length <= len(batches) * 4
 
 
-@pytest.mark.parametrize(("world", "batch"), [(1, 1), (1, 5), (2, 3), (3, 4), (4, 64)])
+@pytest.mark.parametrize(
+    ("world", "batch"),
+    table(__file__, "validation_counts_every_sample_once_under_every_layout"),
+)
 def test_validation_counts_every_sample_once_under_every_layout(
     corpus: Path, cache: str, world: int, batch: int
 ) -> None:

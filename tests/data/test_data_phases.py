@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_data_streams import ListStream, bytes_tokenizer
+from tests.support.tables import table
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import ShardSpec, Source
@@ -66,7 +67,7 @@ def loader(
 
 
 # (first step, batch, length, weights): a ramp, longer rows, shorter ones, another blend.
-PHASES = [(4, 24, 16, ()), (9, 8, 64, ()), (14, 8, 32, (1.0, 0.0)), (19, 16, 32, (1.0, 3.0))]
+PHASES = table(__file__, "phases")
 STEPS = 24
 
 

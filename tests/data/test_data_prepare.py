@@ -299,22 +299,6 @@ def test_ids_take_two_bytes_as_long_as_they_fit() -> None:
     assert token_dtype(65_537).itemsize == 4
 
 
-def test_mistakes_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert prepare(tmp_path / "out", tmp_path / "nothing.txt") == 2
-    assert "matches nothing" in capsys.readouterr().err
-    (tmp_path / "empty.txt").write_text("")
-    assert prepare(tmp_path / "out", tmp_path / "empty.txt") == 2
-    assert "no documents to train on" in capsys.readouterr().err
-    for name in ("a.txt", "b.txt", "info.json"):
-        (tmp_path / "books").mkdir(exist_ok=True)
-        (tmp_path / "books" / name).write_text("{}")
-    assert prepare(tmp_path / "out", tmp_path / "books") == 2
-    assert "several kinds of files: 2 *.txt, 1 *.json;" in capsys.readouterr().err
-    assert prepare(tmp_path / "out", tmp_path, "--validation-fraction", "1.5") == 2
-
-
 @pytest.mark.parametrize(
     ("kinds", "is_refused"), [(["shards"], False), (["shards", "text"], True)]
 )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import command
+from tests.support.tables import table
 from titan.base.untrusted import InputError
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError
@@ -229,18 +230,6 @@ def test_inspect(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
     assert "258 ids" in shown and "bytes a token   1.00" in shown and "104 195 169 10" in shown
     assert main(["inspect", str(trained)]) == 0
     assert "300 ids" in capsys.readouterr().out
-    assert main(["inspect", str(trained / "nothing")]) == 2
-    assert "does not exist" in capsys.readouterr().err
-
-
-def test_train_refuses_a_vocabulary_without_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(["train", "--input", "stdlib", "--vocab-size", "100", "--output", str(tmp_path)])
-        == 2
-    )
-    assert "below 258" in capsys.readouterr().err
 
 
 def test_train_does_not_overwrite_a_tokenizer(
@@ -328,12 +317,7 @@ def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "token", "why"),
-    [
-        ("7", {"content": "<|end|>"}, "gives '<|end|>' the id 7, and it is 2 here"),
-        ("1", {"content": "<taken>"}, "gives '<taken>' the id 1"),
-        ("-1", {"content": "<no>"}, "a token without a text or an id: '-1'"),
-        ("2", "junk", "a token without a text or an id: '2'"),
-    ],
+    table(__file__, "tokens_beside_that_disagree_are_refused"),
 )
 def test_tokens_beside_that_disagree_are_refused(
     number: str, token: Any, why: str, tmp_path: Path
@@ -342,13 +326,7 @@ def test_tokens_beside_that_disagree_are_refused(
         word_tokenizer(tmp_path, added_tokens_decoder={number: token})
 
 
-FLAGS: list[dict[str, Any]] = [
-    {"special": True},
-    {"special": False, "lstrip": True},
-    {"special": True, "rstrip": True},
-    {"special": False, "normalized": True},
-    {"special": True, "lstrip": True, "rstrip": True, "normalized": True},
-]
+FLAGS: list[dict[str, Any]] = table(__file__, "flags")
 
 
 @pytest.mark.parametrize(

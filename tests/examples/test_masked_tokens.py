@@ -72,14 +72,7 @@ def two_steps(degrees: dict[str, int], settings: dict[str, Any]) -> list[tuple[f
     return [(report.loss.item(), report.grad_norm.item()) for report in reports]
 
 
-LAYOUTS = [
-    ({"dp_shard": 2}, {}),
-    ({"tp": 2}, {}),
-    ({"pp": 2}, {}),
-    ({"cp": 2}, {}),
-    ({"cp": 2}, {"context_parallel_rotate_method": "ring"}),
-    ({"cp": 2}, {"context_parallel_rotate_method": "ulysses"}),
-]
+LAYOUTS = table(__file__, "layouts")
 
 
 def test_two_steps_are_the_same_on_every_layout(pool: Pool, installed: Path) -> None:

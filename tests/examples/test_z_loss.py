@@ -16,6 +16,7 @@ from tests.support.jobs import job
 from tests.support.layouts import BOUND, Layout, cp, differences, each, fsdp, pp, tp, train
 from tests.support.metadata import write_metadata
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.checks.rules import check
 from titan.config import plug_ins
 
@@ -76,18 +77,7 @@ def test_equals_one_process(layout: Layout, pool: Pool, installed: Path) -> None
 
 
 # What the functions of the package `wrong_losses` return, and what the check says.
-WRONG = {
-    "mean": ("cross_entropy(x, y)", "return the sum over the tokens, not a mean"),
-    "each": (
-        "cross_entropy(x, y, reduction='none')",
-        "torch.float32 of shape (6,), not a scalar",
-    ),
-    "low": ("cross_entropy(x, y, reduction='sum').bfloat16()", "returned a torch.bfloat16 of"),
-    "counts": ("(x.logsumexp(-1) - x.mean(-1)).sum()", "depends on tokens with the label -100"),
-    "cut": ("cross_entropy(x.detach(), y, reduction='sum')", "has no gradient in the logits"),
-    "fails": ("x.no_such_method()", "raised AttributeError: 'Tensor' object has no attribute"),
-    "nothing": ("None", "returned a NoneType, not a scalar"),
-}
+WRONG = table(__file__, "wrong")
 
 
 @pytest.mark.parametrize("name", WRONG)

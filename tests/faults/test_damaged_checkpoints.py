@@ -26,6 +26,7 @@ import titan
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan import cli
 from titan.base import untrusted
@@ -225,12 +226,7 @@ def test_unreadable_is_not_damaged(name: str, run_dir: Path, monkeypatch: Any) -
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [
-        ("manifest.json", "format 2"),
-        ("tensors.json", "format 2"),
-        ("titan.json", "format 2"),
-        ("manifest.json", "with other fields"),
-    ],
+    table(__file__, "newer_is_not_damaged"),
 )
 def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
     file = step_dir(run_dir) / name
@@ -252,15 +248,7 @@ def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        {"step": 31},
-        {"data": {"position": -1}},
-        {"data": {"position": "1"}},
-        {"recovery": {"losses": ["1"]}},
-        {"recovery": {"num_skipped": -1}},
-        {"loss_scale": {"value": -1}},
-        {"sequences_per_step": 0},
-    ],
+    table(__file__, "impossible_values_are_refused"),
     ids=json.dumps,
 )
 def test_impossible_values_are_refused(value: dict[str, Any], run_dir: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import Pool, RankFailed
+from tests.support.tables import table
 from titan.checkpoint import commit
 from titan.checkpoint.manager import CheckpointManager, SaveFailed, list_steps, load
 from titan.checkpoint.manifest import find_damage
@@ -24,8 +25,6 @@ from titan.checkpoint.storage import LocalStorage
 from titan.config.schema import CheckpointSection
 
 NAMES = [f"model.{number}" for number in range(6)]
-# Where a save of step 30, after 10 and 20, is killed; the rank; the steps that are left. Two are kept.
-BEFORE, AFTER = [10, 20], [20, 30]
 # The call that a process dies in: its owner, its name, and the end of an argument. "half removed" removes a file first, the others nothing.
 CALLS: dict[str, tuple[Any, str, str]] = {
     "data": (LocalStorage, "open", ".distcp"),
@@ -39,18 +38,8 @@ CALLS: dict[str, tuple[Any, str, str]] = {
     "half removed": (LocalStorage, "remove", "-20"),
 }
 ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
-POINTS = {
-    "before any data, rank 0": ("data", 0, BEFORE),
-    "before any data, rank 1": ("data", 1, BEFORE),
-    "data not yet durable, rank 0": ("unsynced", 0, BEFORE),
-    "data not yet durable, rank 1": ("unsynced", 1, BEFORE),
-    "before the hashes are gathered, rank 0": ("written", 0, BEFORE),
-    "before the hashes are gathered, rank 1": ("written", 1, BEFORE),
-    "before the manifest": ("manifest", 0, BEFORE),
-    "before the rename": ("rename", 0, BEFORE),
-    "after the rename": ("renamed", 0, [10, 20, 30]),
-    "while the oldest is deleted": ("delete", 0, AFTER),
-}
+# Where a save of step 30, after 10 and 20, is killed; the rank; the steps that are left. Two are kept.
+POINTS = table(__file__, "points")
 
 
 def die_in(point: str) -> None:

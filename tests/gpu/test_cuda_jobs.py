@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
 from tests.support.steps import build_step
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.data.packing import Batch
 from titan.models.common.moe import grouped_matmuls, looped_matmuls
@@ -40,7 +41,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 # ---- experts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [[40, 24, 16, 48], [0, 100, 0, 28], [128, 0, 0, 0]])
+@pytest.mark.parametrize("counts", table(__file__, "grouped_products_equal_a_loop"))
 def test_grouped_products_equal_a_loop(counts: list[int]) -> None:
     """Output and gradients in bf16; experts without rows get zeros."""
     generator = torch.Generator().manual_seed(0)
@@ -141,13 +142,7 @@ class CpuTrainer(Trainer):
         return torch.device("cpu")
 
 
-JOBS: dict[str, dict[str, Any]] = {
-    "masks": {"training": {"dataset": "stdlib"}, "data": {"document_mask": True}},
-    "validation": {
-        "validation": {"enable": True, "dataset": "synthetic", "freq": 1, "steps": 2},
-    },
-    "Muon": {"optimizer": {"name": "Muon", "ns_dtype": "float32"}},
-}
+JOBS: dict[str, dict[str, Any]] = table(__file__, "jobs")
 
 
 def run(

@@ -10,25 +10,15 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.runs import Run
+from tests.support.tables import table
 
 Start = Callable[..., Run]
 INIT_TIMEOUT_S = (
     30  # of the first steps, and what torchrun gives a hanging rank to obey SIGTERM
 )
-# "a collective": torch's recorder may have no entry that is under way.
-FSDP = r"all_gather\w*|reduce_scatter\w*|all_reduce|a collective"
-PP = f"{FSDP}|a send or receive between pipeline stages"
 # What sets the layout on two ranks, and where the other rank may be found waiting.
-LAYOUTS = {
-    "FSDP2": ([], FSDP),
-    "DDP": (["data_parallel_replicate_degree=2"], "all_reduce"),
-    "TP": (["tensor_parallel_degree=2"], FSDP),
-    "CP ring": (
-        ["context_parallel_degree=2", "context_parallel_rotate_method=ring"],
-        f"{FSDP}|all_?to_?all\\w*",
-    ),
-    "PP": (["pipeline_parallel_degree=2"], PP),
-}
+# "a collective": torch's recorder may have no entry that is under way.
+LAYOUTS = table(__file__, "layouts")
 QUICK = ("TP", 1), ("PP", 0)  # FSDP2 is in tests/health/test_survival.py, with a restart
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.base.errors import Failure, kind_of
 from titan.ops import peers
 from titan.ops.heartbeats import FolderStore, Heartbeat, describe_hang, describe_silence
@@ -48,16 +49,7 @@ def beat(host: str = "node0", *, waits: bool = True, machine: str = "elsewhere")
 
 @pytest.mark.parametrize(
     ("waits", "silent", "text"),
-    [
-        ([True, False], [], "rank 1 is in read (b.py:4, in g); rank 0 waits in all_reduce (a.py:3, in f)"),
-        (
-            [True, True, True],
-            [1],
-            "rank 1 does not answer (stopped, or its interpreter is locked); "
-            "ranks 0, 2 wait in all_reduce (a.py:3, in f)",
-        ),
-        ([True, True], [], "every rank waits for another; ranks 0, 1 wait in all_reduce (a.py:3, in f)"),
-    ],
+    table(__file__, "the_rank_to_look_at"),
 )  # fmt: skip
 def test_the_rank_to_look_at(waits: list[bool], silent: list[int], text: str) -> None:
     assert describe_hang({rank: beat(waits=w) for rank, w in enumerate(waits)}, silent) == text

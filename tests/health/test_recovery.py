@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows, same_tensors
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.base.spikes import spike_score
 from titan.config.schema import FaultToleranceSection
@@ -216,15 +217,7 @@ def test_skips_and_rewinds_have_an_end(alone: None) -> None:
 
 @pytest.mark.parametrize(
     ("world", "parallelism", "who"),
-    [
-        (2, {"data_parallel_replicate_degree": 2}, "(no majority"),
-        (4, {"data_parallel_replicate_degree": 4}, ": rank 3 of 0, 1, 2, 3 in "),
-        (
-            4,
-            {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
-            "ranks 1, 3 of 1, 3 (no majority says which is right) in ",
-        ),
-    ],
+    table(__file__, "a_flipped_bit_in_one_replica"),
 )
 def test_a_flipped_bit_in_one_replica(
     world: int, parallelism: dict[str, int], who: str, pool: Pool, tmp_path: Path

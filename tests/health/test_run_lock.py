@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from titan.ops import run_lock
 from titan.ops.run_lock import ProcessId, RunLock, RunLocked
 
@@ -137,7 +138,7 @@ def test_on_another_machine_the_age_of_the_beat_decides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("job", "host", "age_s"),
-    [("8", "node1", 5), ("9", "node1", -7200), ("9", "node1", -6e10), ("9", "node7", 5)],
+    table(__file__, "the_beat_is_watched"),
     ids=["the same job requeued", "a time in the future", "a time after 3900", "another boot"],
 )
 def test_the_beat_is_watched(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import Run
+from tests.support.tables import table
 from titan.checkpoint.manager import list_steps
 from titan.ops.doctor.diagnosis import diagnose
 from titan.ops.doctor.evidence import Evidence
@@ -112,21 +113,7 @@ def test_ctrl_c_is_answered_once_and_a_second_one_says_what_is_lost(start: Start
 
 # ---- shells ----------------------------------------------------------------------------------------
 
-SHELLS = {
-    "a reader that ends": ('set -o pipefail; "$@" | true', 0, ""),
-    "a full disk behind standard output": ('exec "$@" > /dev/full 2>&1', 0, ""),
-    "no standard streams": ('exec "$@" <&- >&- 2>&-', 0, ""),
-    "a working folder that was removed": (
-        'cd $(mktemp -d); rmdir $PWD; exec "$@"',
-        2,
-        "the current folder does not exist any more; cd into another one",
-    ),
-    "a limit on the size of files": (
-        'ulimit -f 99; exec "$@"',
-        1,
-        "step 3 could not be saved: rank 0: [Errno 27] File too large",
-    ),
-}
+SHELLS = table(__file__, "shells")
 
 
 @pytest.mark.parametrize("shell", SHELLS)

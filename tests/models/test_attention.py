@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.attention import plain_formula
+from tests.support.tables import table
 from titan.models.common.attention import InnerAttention
 from titan.parallel import block_attention, documents
 from titan.parallel.block_attention import AttentionSpec, attend, attend_backward
@@ -163,7 +164,7 @@ def test_a_window_without_causality_is_refused() -> None:
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("value_size", "scale", "window"),
-    [(16, None, 0), (12, 0.7, 0), (16, 0.7, 3), (16, None, 8)],
+    table(__file__, "cache_equals_whole_sequence"),
 )
 def test_cache_equals_whole_sequence(
     value_size: int, scale: float | None, window: int, has_sinks: bool

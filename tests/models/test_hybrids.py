@@ -30,6 +30,7 @@ from tests.support.hf_families import (
 from tests.support.hf_folders import save_twin
 from tests.support.linear_attention import plant
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
@@ -39,52 +40,8 @@ from titan.parallel import initialize, materialize
 from titan.sim.price.profiles import load_profile
 from titan.sim.simulate import simulate
 
-_CONTIGUOUS = {"parallelism": {"context_parallel_load_balancer": "none"}}
-_COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
-_RECOMPUTED = {"activation_checkpoint": {"mode": "full"}}
-_RING, _ULYSSES = (
-    {"parallelism": {"context_parallel_rotate_method": method}}
-    for method in ("ring", "ulysses")
-)
-_INTERLEAVED = {
-    "parallelism": {
-        "pipeline_parallel_schedule": "Interleaved1F1B",
-        "pipeline_parallel_microbatch_size": 1,
-    }
-}
 # name -> degrees and keys of the job. The method of CP is that of the layers with softmax attention.
-CROSSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "TP+SP": ({"tp": 2}, {}),
-    "CP 2": ({"cp": 2}, {}),
-    "CP 2, contiguous": ({"cp": 2}, _CONTIGUOUS),
-    "CP 2, ring": ({"cp": 2}, _RING),
-    "CP 2, Ulysses": ({"cp": 2}, _ULYSSES),
-    "CP 2, recomputed": ({"cp": 2}, _RECOMPUTED),
-    "CP 2, op AC": ({"cp": 2}, {"activation_checkpoint": {"mode": "selective"}}),
-    "CP 2, documents": ({"cp": 2}, {}),
-    "CP 2, ring, contiguous, documents": (
-        {"cp": 2},
-        {"parallelism": _RING["parallelism"] | _CONTIGUOUS["parallelism"]},
-    ),
-    "CP 2, documents, compiled": ({"cp": 2}, _COMPILED),
-    "TP+SP, compiled, recomputed": ({"tp": 2}, _COMPILED | _RECOMPUTED),
-    "PP 2": ({"pp": 2}, {}),
-    "PP 2, interleaved, documents": ({"pp": 2}, _INTERLEAVED),
-    "FSDP2": ({"dp_shard": 2}, {}),
-    "EP 2": ({"dp_shard": 2, "ep": 2}, {}),
-    "EP 2, compiled, recomputed": ({"dp_shard": 2, "ep": 2}, _COMPILED | _RECOMPUTED),
-    "CP 4": ({"cp": 4}, {}),
-    "CP 4, contiguous": ({"cp": 4}, _CONTIGUOUS),
-    "CP 4, ring, documents": ({"cp": 4}, _RING),
-    "TP x CP": ({"tp": 2, "cp": 2}, {}),
-    "TP x CP, documents": ({"tp": 2, "cp": 2}, {}),
-    "PP x CP": ({"pp": 2, "cp": 2}, {}),
-    "PP x TP, documents": ({"pp": 2, "tp": 2}, {}),
-    "FSDP2 x TP": ({"dp_shard": 2, "tp": 2}, {}),
-    "FSDP2 x CP, compiled": ({"dp_shard": 2, "cp": 2}, _COMPILED),
-    "FSDP2 x TP x EP": ({"dp_shard": 2, "tp": 2, "ep": 2}, {}),
-    "FSDP2 x CP x EP, documents": ({"dp_shard": 2, "cp": 2, "ep": 2}, {}),
-}
+CROSSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = table(__file__, "crossed")
 
 
 def check(pool: Pool, kind: str, names: Iterable[str], **options: Any) -> None:
@@ -261,13 +218,7 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        ("mamba2", "it has no attention at all, and titan reads its heads from there"),
-        ("nemotron_h", "layers.1 (NemotronHBlock) has neither attention through transformers' interface nor a recurrence that titan has"),
-        ("jamba", "layers.0 (JambaMambaDecoderLayer) has neither attention through transformers' interface nor a recurrence that titan has"),
-        ("zamba2", "layers.1.shared_transformer.self_attn.q_proj.weight and layers.3.shared_transformer.self_attn.q_proj.weight are one parameter, and titan gives each block its own"),
-        ("zaya", "ZayaModel itself has input_hidden_states_scale"),
-    ],
+    table(__file__, "a_hybrid_that_titan_cannot_run_is_refused_with_the_reason"),
 )  # fmt: skip
 def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(
     kind: str, reason: str

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.support.tables import table
 from titan.config.schema import AdamWSection, MuonSection
 from titan.models.common.moe import Experts, MoE, grouped_matmuls, looped_matmuls
 from titan.models.common.moe_config import MoEConfig
@@ -160,7 +161,7 @@ def products(
 
 @pytest.mark.parametrize(
     "counts",
-    [[3, 9, 1, 0, 4, 16, 2, 5], [0, 0, 40, 0, 0, 0, 0, 0]],
+    table(__file__, "grouped_products_are_those_of_the_loop"),
     ids=["uneven", "one expert"],
 )
 def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
@@ -170,7 +171,7 @@ def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("counts", [[3, 9, 1, 0, 4, 16, 2, 5], [0, 0, 40, 0, 0, 0, 0, 0]])
+@pytest.mark.parametrize("counts", table(__file__, "biases_and_limit_are_those_of_the_formula"))
 def test_biases_and_limit_are_those_of_the_formula(counts: list[int]) -> None:
     """gpt-oss's experts, one row at a time, in fp64. Both the loop and the grouped kernel's function."""
 

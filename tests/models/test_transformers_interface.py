@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.support.hf_families import families, overrides_of
+from tests.support.tables import table
 from titan.contrib.transformers import attention, experts, recurrence
 from titan.contrib.transformers.config import ModelSource
 from titan.contrib.transformers.errors import UnsupportedModelError, WrongKeyError
@@ -77,12 +78,7 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("architecture", "fields", "expected"),
-    [
-        ("LlamaForCausalLM", {}, {"head_dim": 16}),
-        ("HyperCLOVAXForCausalLM", {}, {"head_dim": 16, "attention_multiplier": 0.25}),
-        ("Exaone4ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 2}, {"layer_types": ["sliding_attention", "full_attention"] * 2}),
-        ("Qwen3ForCausalLM", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}),
-    ],
+    table(__file__, "derived_fields"),
 )  # fmt: skip
 def test_derived_fields(
     architecture: str, fields: dict[str, Any], expected: dict[str, Any]
@@ -177,11 +173,7 @@ def test_a_mask_in_a_run_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "fields", "fix"),
-    [
-        ("qwen3_moe", {"output_router_logits": True, "router_aux_loss_coef": 0.1}, "output_router_logits = false"),
-        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.1}, "output_router_logits = false"),
-        ("bamba", {"z_loss_coefficient": 0.1}, "z_loss_coefficient = 0.0"),
-    ],
+    table(__file__, "terms_that_a_class_adds_to_its_loss_are_refused"),
 )  # fmt: skip
 def test_terms_that_a_class_adds_to_its_loss_are_refused(
     kind: str, fields: dict[str, Any], fix: str

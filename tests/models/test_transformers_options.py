@@ -109,10 +109,7 @@ def alone(architecture: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [
-        ("olmo2", {"dp_shard": 2}, {"tp": 2, "pp": 2}),
-        ("qwen3_moe", {"dp_shard": 2, "ep": 2}, {"pp": 2}),
-    ],
+    table(__file__, "resumed_on_another_layout"),
 )
 def test_resumed_on_another_layout(
     kind: str, before: dict[str, int], after: dict[str, int], pool: Pool, tmp_path: Path
@@ -282,21 +279,7 @@ def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> Non
 
 @pytest.mark.parametrize(
     ("more", "key", "words"),
-    [
-        (
-            {"debug": {"moe_force_load_balance": True}},
-            "debug.moe_force_load_balance",
-            "routers",
-        ),
-        (
-            {
-                "parallelism": {"tensor_parallel_degree": 2},
-                "model": {"plan": {"output": "lost"}},
-            },
-            "model.plan.output",
-            "unknown style lost",
-        ),
-    ],
+    table(__file__, "refused_before_a_run"),
     ids=["load balance", "plan"],
 )
 def test_refused_before_a_run(more: dict[str, Any], key: str, words: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.metrics import Clock, step_row
+from tests.support.tables import table
 from titan.base.hardware import by_name
 from titan.config.layout import Layout
 from titan.config.schema import (
@@ -196,12 +197,7 @@ def test_startup_page_of_one_cpu_rank_and_of_hsdp_with_tp() -> None:
 
 @pytest.mark.parametrize(
     ("ranks_per_node", "where"),
-    [
-        (0, ""),
-        (8, ", a group on 1 node"),
-        (4, ", a group on 2 nodes"),
-        (6, ", a group on 2 nodes"),
-    ],
+    table(__file__, "startup_page_of_a_mixture_of_experts"),
 )
 def test_startup_page_of_a_mixture_of_experts(ranks_per_node: int, where: str) -> None:
     config = JobConfig(
@@ -227,7 +223,7 @@ def test_startup_page_of_a_mixture_of_experts(ranks_per_node: int, where: str) -
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (363_960, "4d 05:06")],
+    table(__file__, "duration"),
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text

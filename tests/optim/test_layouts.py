@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
+from tests.support.tables import table
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
@@ -195,14 +196,7 @@ def train_early_and_late(
 
 @pytest.mark.parametrize(
     ("degrees", "optimizer", "accumulation"),
-    [
-        ({}, EIGHT_BIT, 2),
-        (FSDP, ADAMW, 2),
-        (FSDP, EIGHT_BIT, 1),
-        (FSDP_TP, BF16_STATES, 1),
-        ({"tp": 2}, ADAMW, 1),
-        ({"dp_replicate": 2}, ADAMW, 1),
-    ],
+    table(__file__, "early_step_equals_the_usual_one"),
     ids=str,
 )
 def test_early_step_equals_the_usual_one(

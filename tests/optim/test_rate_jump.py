@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -55,16 +56,10 @@ def test_what_it_advises_works() -> None:
     assert jump(starter(), starter(200, phase=phase)) == ""
 
 
+# {"phase": [{"from_step": 51, "lr_factor": 2.5}]}: planned from the beginning
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"optimizer": {"name": "Muon", "adam_lr": 1e-3}},
-        {"phase": [{"from_step": 51, "lr_factor": 2.5}]},  # planned from the beginning
-        {"phase": [{"from_step": 51, "global_batch_size": 4}]},
-        {"lr_scheduler": {"decay_ratio": 0.0}},
-        {"lr_scheduler": {"total_steps": 300}},
-    ],
+    table(__file__, "no_false_alarm"),
 )
 def test_no_false_alarm(changes: dict[str, Any]) -> None:
     """The same job at any step, in a ramp too; and more steps before its schedule decays."""

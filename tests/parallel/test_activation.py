@@ -62,28 +62,17 @@ def train(model: Any) -> tuple[float, list[torch.Tensor]]:
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
 # A block has 7 matrix products forward; recomputation stops early, before the last (w2's output is not needed).
-PER_BLOCK = 6
-
-
+# ({"keep": DEFAULT_KEEP}, 3 * LAYERS, 0): Kept: q, v, w1, w2 (the 1st, 3rd, 5th, 7th) and attention; run again: k, o, w3.
+# ({"keep": ["matmul/3", "attention"]}, 4 * LAYERS, 0): kept: q, o, w2
+# ({"keep": ["aten.mm@0,3,4"]}, 3 * LAYERS, LAYERS): kept: q, o, w1
+# ({"keep": ["attention"], "keep_modules": ["feed_forward.w*", "*.wq"]},: k and v are run again, w1 and w3 are in a module that is kept; o is recomputed for what follows it.
+# ({"keep_modules": ["attention"]}, 3 * LAYERS, 0): and w2: it does not stop early
 @pytest.mark.parametrize(
     ("mode", "products", "attentions"),
-    [
-        ({"every": 1}, PER_BLOCK * LAYERS, LAYERS),
-        ({"every": 2}, PER_BLOCK * LAYERS // 2, LAYERS // 2),
-        # Kept: q, v, w1, w2 (the 1st, 3rd, 5th, 7th) and attention; run again: k, o, w3.
-        ({"keep": DEFAULT_KEEP}, 3 * LAYERS, 0),
-        ({"keep": ["matmul/3", "attention"]}, 4 * LAYERS, 0),  # kept: q, o, w2
-        ({"keep": ["aten.mm"]}, 0, LAYERS),
-        ({"keep": ["aten.mm@0,3,4"]}, 3 * LAYERS, LAYERS),  # kept: q, o, w1
-        ({"keep": ["aten.mm@0", "aten.mm@3,4>host", "attention>host"]}, 3 * LAYERS, 0),
-        ({"keep": ["matmul"], "blocks": [1, 3]}, 0, LAYERS // 2),
-        ({"by_op": True}, PER_BLOCK * LAYERS, LAYERS),
-        ({"keep": ["attention"]}, PER_BLOCK * LAYERS, 0),
-        # k and v are run again, w1 and w3 are in a module that is kept; o is recomputed for what follows it.
-        ({"keep": ["attention"], "keep_modules": ["feed_forward.w*", "*.wq"]}, 3 * LAYERS, 0),
-        ({"keep_modules": ["attention"]}, 3 * LAYERS, 0),  # and w2: it does not stop early
-    ],
+    table(__file__, "what_is_recomputed"),
     ids=[
         "full",
         "every 2nd block",

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.numerics import digests
 from titan.numerics.digests import CHUNKS, PROJECTIONS, Digest, _signs, digest_of, indices_of
 from titan.numerics.recorded import RecordedTensor
@@ -163,7 +164,7 @@ def sharded_like(layout: str) -> dict[str, tuple[Tensor, Digest, bool]]:
 
 @pytest.mark.parametrize(
     ("layout", "world"),
-    [("shard", 3), ("columns", 3), ("replicate", 2), ("partial", 3), ("fsdp x tp", 4)],
+    table(__file__, "digests_of_parts_of_dtensors_add_up_to_the_whole"),
 )
 def test_digests_of_parts_of_dtensors_add_up_to_the_whole(
     layout: str, world: int, pool: Pool

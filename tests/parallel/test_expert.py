@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import optimizer_state
 from titan.config.schema import JobConfig
@@ -110,7 +111,7 @@ def test_forced_balance_gives_all_experts_equal_loads(pool: Pool, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("experts", "k"), [(8, 2), (64, 6), (128, 8), (24, 3), (160, 6), (4, 4), (7, 3)]
+    ("experts", "k"), table(__file__, "forced_balance_spreads_a_token_over_the_ranks")
 )
 def test_forced_balance_spreads_a_token_over_the_ranks(experts: int, k: int) -> None:
     """Copies on one rank would travel once each and meet there, which no even router does."""

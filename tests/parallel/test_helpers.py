@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import RankFailed
+from tests.support.tables import table
 from titan.parallel import (
     apply_ddp,
     apply_fsdp,
@@ -344,11 +345,7 @@ print(torch._C._accelerator_getAllocatorSettings())
 )
 @pytest.mark.parametrize(
     ("wanted", "variable", "expected"),
-    [
-        ("True", "", "expandable_segments:True"),
-        ("False", "", "expandable_segments:False"),
-        ("True", "max_split_size_mb:512", "max_split_size_mb:512"),
-    ],
+    table(__file__, "the_allocator_is_set_before_it_is_used"),
 )
 def test_the_allocator_is_set_before_it_is_used(
     wanted: str, variable: str, expected: str, monkeypatch: pytest.MonkeyPatch

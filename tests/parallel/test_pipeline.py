@@ -244,16 +244,7 @@ def _check(results: list[dict[str, Any]], plan: StageSplit) -> None:
 
 
 # Ranks, schedule, microbatches: many, fewer than stages, several stages on the one rank there is.
-CASES = [
-    *((2, name, count) for name in SCHEDULES for count in (4, 6)),
-    (2, "GPipe", 1),
-    (2, "ZBVZeroBubble", 2),
-    (4, "1F1B", 4),
-    (4, "Interleaved1F1B", 6),
-    (4, "ZBVZeroBubble", 12),
-    (1, "LoopedBFS", 3),
-    (1, "DualPipeV", 4),
-]
+CASES = table(__file__, "cases")
 
 
 def _plan(case: tuple[int, str, int]) -> StageSplit:
@@ -440,11 +431,7 @@ def test_split_counts_embedding_and_output() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"num_stages": 9}, "9 stages are more than .* = 8; use 8 stages or fewer"),
-        ({"num_stages": 4, "first_less": 5}, "stage 0 of 4 .* use 3 or less"),
-        ({"num_stages": 4, "last_less": 5}, "stage 3 of 4 .* norm and output"),
-    ],
+    table(__file__, "split_that_cannot_be"),
 )
 def test_split_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.parallel import (
     apply_ddp,
     apply_ep,
@@ -154,12 +155,11 @@ def expert_gradients(degrees: dict[str, int], ep: int, used: int) -> dict[str, T
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
 
 
-MESHES = [
-    ({"dp_shard": 2}, 2, 4),  # each expert on one rank
-    ({"dp_shard": 4}, 2, 4),  # each on two
-    ({"dp_replicate": 2, "dp_shard": 2}, 2, 4),  # two replicas of one rank
-    ({"dp_shard": 4}, 2, 2),  # two ranks without a token, and without a gradient
-]
+# ({"dp_shard": 2}, 2, 4): each expert on one rank
+# ({"dp_shard": 4}, 2, 4): each on two
+# ({"dp_replicate": 2, "dp_shard": 2}, 2, 4): two replicas of one rank
+# ({"dp_shard": 4}, 2, 2): two ranks without a token, and without a gradient
+MESHES = table(__file__, "meshes")
 
 
 @pytest.mark.parametrize(("degrees", "ep", "used"), MESHES)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
@@ -19,40 +20,15 @@ from titan.numerics.replay import BitsError, describe, fingerprint
 
 Sections = dict[str, dict[str, Any]]
 STEPS, REPLAYED = 3, 2
-# The loads of experts are state that a forward pass adds to, and that the next step reads.
-COEFFICIENTS = {"load_balance_coeff": 1e-2, "global_balance_coeff": 1e-2}
-MOE = {
-    "model": {
-        "name": "qwen3",
-        "flavor": "tiny_moe",
-        "overrides": {"n_layers": 2, **COEFFICIENTS},
-    }
-}
 
 
 def _parallel(**degrees: int) -> Sections:
     return {"parallelism": {f"{name}_parallel_degree": n for name, n in degrees.items()}}
 
 
-FULL = {"activation_checkpoint": {"mode": "full"}}
-SELECTIVE = {"activation_checkpoint": {"mode": "selective"}}
-COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
-
 # Layout, module that fails, and the module that must be named.
 FFN = "layers.1.feed_forward.w2"
-CASES: dict[str, tuple[Sections, str, str]] = {
-    "FSDP": ({}, FFN, FFN),
-    "FSDP, full AC": (FULL, FFN, FFN),
-    "TP": (_parallel(tensor=2), FFN, FFN),
-    "TP, selective AC": (
-        _parallel(tensor=2) | SELECTIVE,
-        "layers.0.attention.wk",
-        "layers.0.attention.wk",
-    ),
-    "CP": (_parallel(context=2), "layers.1.attention.wo", "layers.1.attention.wo"),
-    "EP": (MOE | _parallel(expert=2), "layers.1.moe.router", "layers.1.moe.router"),
-    "compiled": (COMPILED, "layers.1", "layers.1"),
-}
+CASES: dict[str, tuple[Sections, str, str]] = table(__file__, "cases")
 
 
 def _train(folder: Path, base: Sections, every: int, fault: str = "") -> tuple[Any, list[str]]:
@@ -184,25 +160,8 @@ def test_the_earliest_rank_is_named() -> None:
 
 
 # Further techniques, each with all of its state: what a replay leaves behind would show in the numbers of the steps.
-CLEAN: dict[str, Sections] = {
-    "update in the backward pass": {
-        "optimizer": {"early_step_in_backward": True},
-        "training": {"max_norm": 0.0, "local_batch_size": 4},
-    },
-    "parameters on the host": {"training": {"enable_cpu_offload": True}},
-    "emulated float8": {
-        "model": {"converters": ["quantize.linear.float8"]},
-        "quantize": {"linear": {"float8": {"emulate": True}}},
-    },
-    "accumulation": {"training": {"global_batch_size": 8}},
-    "DDP": {
-        "parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
-    },
-    "multi-token prediction": {
-        "model": {"name": "deepseek_v3", "flavor": "tiny", "overrides": {"num_mtp_modules": 1}}
-    },
-    "EP x TP, full AC": MOE | FULL | _parallel(tensor=2, expert=2),
-}
+# The loads of experts are state that a forward pass adds to, and that the next step reads.
+CLEAN: dict[str, Sections] = table(__file__, "clean")
 
 
 def unchanged(folder: Path, base: Sections) -> list[Any]:

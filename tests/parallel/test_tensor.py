@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import RankFailed
+from tests.support.tables import table
 from titan.parallel import (
     apply_compile,
     apply_fsdp,
@@ -148,12 +149,7 @@ def _gather_nothing(style: str) -> None:
 
 @pytest.mark.parametrize(
     ("style", "message"),
-    [
-        ("gather_input", "m was called with no tensor among the arguments that could be"),
-        ("gather_input:other", "m was called with no argument other that could be gathered"),
-        ("gather_input:x", "m has no argument x to gather; its forward takes hidden, other"),
-        ("rows:x", "unknown style rows:x; there are vocab_embedding, "),
-    ],
+    table(__file__, "nothing_to_gather"),
 )
 def test_nothing_to_gather(pool, style: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
@@ -215,17 +211,7 @@ def _split(
 
 @pytest.mark.parametrize(
     ("change", "heads", "length", "message"),
-    [
-        ({}, 3, 4, "3 key/value heads do not divide by 2 ranks"),
-        ({}, 2, 4, r"the 11 outputs of blocks\.0\.up do not divide by 2 ranks"),
-        (
-            {"blocks.0.up": "rowwise", "blocks.*.up": "rowwise"},
-            2,
-            5,
-            "a sequence of 5 tokens does not",
-        ),
-        ({"encoder.*": "colums"}, 2, 4, "unknown style colums; there are vocab_embedding, "),
-    ],
+    table(__file__, "what_does_not_divide_is_refused"),
 )
 def test_what_does_not_divide_is_refused(pool, change, heads, length, message) -> None:
     with pytest.raises(RankFailed, match=message):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.traces import (
     bytes_of,
     count_real_operations,
@@ -35,21 +36,7 @@ REPLICAS, SHARDS, TP, CP, PP = (
 )
 KEEP, REDUCE = "fsdp_reshard_after_forward", "fsdp_reduce_gradients"
 ROTATE, SCHEDULE = "context_parallel_rotate_method", "pipeline_parallel_schedule"
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "FSDP2": (2, {}),
-    "FSDP2, ZeRO-2": (2, {"fsdp_reshard_after_forward": "never"}),
-    "HSDP": (4, {REPLICAS: 2}),
-    "DDP": (2, {REPLICAS: 2, SHARDS: 1}),
-    "TP": (2, {TP: 2}),
-    "CP ring": (2, {CP: 2, ROTATE: "ring"}),
-    "CP allgather": (2, {CP: 2, ROTATE: "allgather"}),
-    "CP Ulysses": (2, {CP: 2, ROTATE: "ulysses"}),
-    "PP 1F1B": (2, {PP: 2, SCHEDULE: "1F1B"}),
-    "PP interleaved": (2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
-    "PP ZBV": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble"}),
-    "FSDP2 x TP": (4, {TP: 2}),
-    "FSDP2 x TP x PP": (8, {TP: 2, PP: 2}),
-}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "layouts")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from statistics import median
 import pytest
 
 from tests.support.commands import command
+from tests.support.tables import table
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.sim.documents import document_keys
@@ -149,11 +150,7 @@ def test_uneven_routes_slow_grouped_products() -> None:
 
 @pytest.mark.parametrize(
     ("card", "kind", "heads", "ms"),
-    [
-        ("h100-sxm", "gdn", 32, 0.649),
-        ("b200", "gdn", 32, 0.535),
-        ("h100-sxm", "kda", 48, 1.888),
-    ],
+    table(__file__, "published_linear_attention"),
 )
 def test_published_linear_attention(card: str, kind: str, heads: int, ms: float) -> None:
     """8,192 tokens in Qwen3.5 (TensorRT-LLM 1.3) and Kimi K3 (SGLang 0.5), in aiconfigurator-core 0.12. Without a table, by bytes."""
@@ -170,13 +167,7 @@ def test_published_linear_attention(card: str, kind: str, heads: int, ms: float)
 
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "pairs"),
-    [
-        (4, 4, False, 16),
-        (4, 4, True, 10),
-        (2, 4, True, 5),
-        (4, 2, True, 3 + 4),
-        (1, 1, True, 1),
-    ],
+    table(__file__, "visible_keys"),
 )
 def test_visible_keys(queries: int, keys: int, causal: bool, pairs: int) -> None:
     """The queries of one of two ranks see half of the pairs that all queries see, which are 10 of 4 by 4."""
@@ -314,11 +305,7 @@ def test_few_heads_leave_the_device_idle() -> None:
 
 @pytest.mark.parametrize(
     ("name", "gb", "ms"),
-    [
-        ("aten::_fused_adamw_", 41.96, 16.7),
-        ("aten::_foreach_mul_", 11.99, 4.45),
-        ("fsdp::chunk_cat", 8.99, 4.93),
-    ],
+    table(__file__, "kernels_with_a_rate_of_their_own"),
 )
 def test_kernels_with_a_rate_of_their_own(name: str, gb: float, ms: float) -> None:
     """In the same trace. The rate follows the memory of a card."""
@@ -413,15 +400,7 @@ def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("card", "torch_version", "kernel"),
-    [
-        ("h100-sxm", "2.13.0", "cudnn"),
-        ("h100-sxm", "2.9", "cudnn"),
-        ("h100-sxm", "2.8.0", "flash2"),
-        ("h100-sxm", "2.5.1", "flash2"),
-        ("h100-sxm", "2.5.0", "cudnn"),
-        ("b200", "2.8.0", "flash2"),
-        ("a100-80g", "2.13.0", "flash2"),
-    ],
+    table(__file__, "torchs_order_of_kernels"),
 )
 def test_torchs_order_of_kernels(card: str, torch_version: str, kernel: str) -> None:
     profile = load_profile(card).with_attention("auto", torch_version=torch_version)
@@ -476,16 +455,7 @@ def test_document_lengths_are_those_of_the_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("routing", "mean", "most"),
-    [
-        ("W0", 1.0, 1.0),
-        ("W1", 2.25, 2.25),
-        ("W2", 3.25, 3.25),
-        ("W3", 1.0, 1.0),
-        ("W4", 1.75, 1.75),
-        ("W5", 4.0, 4.0),
-        ("W6", 3.25, 3.25),
-        ("W7", 1 + 2.25 / 8, 3.25),
-    ],
+    table(__file__, "loads_of_named_routings"),
 )
 def test_loads_of_named_routings(routing: str, mean: float, most: float) -> None:
     """Eight experts on four ranks. The hot ones get 3/4 of the tokens, and an eighth of the rest each."""

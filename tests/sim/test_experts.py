@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.traces import (
     bytes_of,
     count_real_transfers,
@@ -33,7 +34,6 @@ from titan.sim.simulate import facts, simulate
 EP, TP, CP, PP = (
     f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline")
 )
-REPLICAS = "data_parallel_replicate_degree"
 
 
 MOE: dict[str, Any] = {"name": "qwen3", "flavor": "tiny_moe"}
@@ -43,17 +43,7 @@ def moe_job(**sections: Any) -> JobConfig:
     return job(**{"model": MOE, "debug": {"moe_force_load_balance": True}, **sections})
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "EP 2": (2, {EP: 2}),
-    "EP 2, FSDP 2": (4, {EP: 2}),
-    "EP 4": (4, {EP: 4}),
-    "EP 2, HSDP": (4, {EP: 2, REPLICAS: 2}),
-    "EP 2, TP": (2, {EP: 2, TP: 2}),
-    "EP 4, TP": (4, {EP: 4, TP: 2}),
-    "EP 1, TP": (2, {TP: 2}),
-    "EP 2, CP": (2, {EP: 2, CP: 2}),
-    "EP 2, PP": (4, {EP: 2, PP: 2}),
-}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "layouts")
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -69,23 +59,7 @@ def test_trace_sends_what_is_really_sent(name: str, mode: str, pool: Pool) -> No
 
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
-FP32: dict[str, Any] = {"mixed_precision_param": "float32"}
-MEMORY: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {"training": BF16}),
-    "one rank, fp32": (1, {"training": FP32}),
-    "EP 2": (2, {"parallelism": {EP: 2}, "training": BF16}),
-    "EP 2, full AC": (
-        2,
-        {
-            "parallelism": {EP: 2},
-            "training": BF16,
-            "activation_checkpoint": {"mode": "full"},
-        },
-    ),
-    "EP 4, TP": (4, {"parallelism": {EP: 4, TP: 2}, "training": BF16}),
-    "EP 2, fp32": (2, {"parallelism": {EP: 2}, "training": FP32}),
-    "EP 2, FSDP 2": (4, {"parallelism": {EP: 2}, "training": BF16}),
-}
+MEMORY: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "memory")
 
 
 @pytest.mark.parametrize("name", in_turn(MEMORY, slow=[*MEMORY][3:]))

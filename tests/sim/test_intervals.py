@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT
+from tests.support.tables import table
 from tests.support.traces import job
 from titan.cli import main
 from titan.sim.price.profiles import load_profile, profile_names
@@ -24,15 +25,7 @@ from titan.sim.simulate import Simulation, facts, simulate, step_facts
 sys.path.insert(0, str(ROOT / "scripts"))
 import sim_intervals
 
-KNOWN = {
-    "level": 0.9,
-    "factor": 1.6,
-    "floor": 0.02,
-    "pair_floor": 0.01,
-    "devices": ["h100-sxm"],
-    "sigma": {"matmuls": 0.05, "transfers within a node": 0.3, intervals.HARDWARE: 0.4},
-    "runs": {"matmuls": 30, "transfers within a node": 12, intervals.HARDWARE: 4},
-}
+KNOWN = table(__file__, "known")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan.config.load import load_from_argv
 from titan.sim.price.network import (
     NIC_IN,
@@ -40,7 +41,7 @@ def transfer_s(transfer: Transfer, group: Group, profile: Profile) -> float:
 
 @pytest.mark.parametrize(
     ("mib", "bus_gb_per_s"),
-    [(16, 220), (32, 276), (64, 347), (128, 402), (256, 436), (512, 450), (1024, 464)],
+    table(__file__, "published_all_reduce"),
 )  # fmt: skip
 def test_published_all_reduce(mib: int, bus_gb_per_s: float) -> None:
     """8 H200, NCCL 2.27 (ml-engineering), another measurement than the table's; below 16 MiB NCCL 2.29 is a third faster."""

@@ -178,17 +178,10 @@ def test_memory_is_that_of_the_allocator_the_job_has(
     assert reserved[True] != reserved[False]
 
 
-def test_hardware_without_float8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_goes_on_where_hardware_lacks_float8(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     converted = ("--world-size", "1", "--model.converters", '["quantize.linear.float8"]')
-    assert sim(*converted, "--hardware", "a100-80g") == 2
-    assert "a100-80g does not multiply in float8; set emulate" in capsys.readouterr().err
-    mx = ("--world-size", "1", "--model.converters", '["quantize.linear.mx"]')
-    for hardware, why in (
-        ("h100-sxm", "h100-sxm does not multiply in mxfp8"),
-        ("b200", "not simulated yet"),
-    ):
-        assert sim(*mx, "--hardware", hardware) == 2
-        assert why in capsys.readouterr().err
     several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
     assert sim(*converted, *several) == 0
     printed = capsys.readouterr().out

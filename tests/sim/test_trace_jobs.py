@@ -41,45 +41,13 @@ from titan.sim.record.trace_jobs import TraceError, distinct_ranks
 from titan.sim.replay.queues import replay
 
 SELECTIVE = {"mode": "selective"}
-SPLIT_HEADS = {
-    "overrides": {"n_layers": 4, "n_kv_heads": 4}
-}  # CPU attention copies grouped heads
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
-MEMORY: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "FSDP2": (2, {}),
-    "FSDP2, full AC": (2, {"activation_checkpoint": {"mode": "full"}}),
-    "FSDP2, selective AC": (2, {"activation_checkpoint": SELECTIVE}),
-    "TP": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
-    "Muon": (2, {"optimizer": {"name": "Muon"}}),
-    "8-bit Adam": (2, {"optimizer": {"name": "AdamW8bit", "implementation": "for-loop"}}),
-    "whole logits": (2, {"loss": {"chunk_output": False}}),
-    "PP": (2, {"parallelism": {"pipeline_parallel_degree": 2}}),
-    "accumulation": (2, {"training": {"global_batch_size": 32}}),
-    "DDP": (
-        2,
-        {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
-    ),
-    "CP ring": (
-        2,
-        {
-            "parallelism": {
-                "context_parallel_degree": 2,
-                "context_parallel_rotate_method": "ring",
-            }
-        },
-    ),
-    "early step": (
-        2,
-        {"optimizer": {"early_step_in_backward": True}, "training": {"max_norm": 0.0}},
-    ),
-    "documents": (2, {"data": {"document_mask": True, "reset_positions": True}}),
-}
+MEMORY: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "memory")
 
 
 @pytest.mark.parametrize(

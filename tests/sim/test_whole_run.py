@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.jobs import job
 from tests.support.runs import Run, logged_rows, saved_tensors
+from tests.support.tables import table
 from tests.support.trainers import Trainer
 from titan.cli import main
 from titan.contrib.evaluation.section import EvaluationSection
@@ -63,7 +64,7 @@ def run_with_failures(
 
 @pytest.mark.parametrize(
     ("work_s", "save_s", "write_s"),
-    [(600.0, 60.0, 0.0), (600.0, 5.0, 200.0), (120.0, 2.0, 100.0), (3000.0, 300.0, 0.0)],
+    table(__file__, "the_mean_of_200_runs_is_the_expected_one"),
     ids=["blocking", "beside training", "as often as can be", "seldom"],
 )
 def test_the_mean_of_200_runs_is_the_expected_one(

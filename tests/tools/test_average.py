@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.runs import Run, saved_tensors
+from tests.support.tables import table
 from titan.cli import main
 
 
@@ -43,12 +44,7 @@ def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--last", "9"], "holds 3 steps, and --last 9 wants 9"),
-        (["--weights", "1,2"], "2 weights for 1 checkpoints"),
-        (["--weights=-1"], "weights must be positive"),
-        (["--weights=much"], "expected numbers with commas, such as 1,2, got 'much'"),
-    ],
+    table(__file__, "mistakes_are_one_line"),
 )
 def test_mistakes_are_one_line(
     run: Path,

@@ -243,20 +243,6 @@ HOSTILE: list[Any] = [
 ]
 
 
-def test_the_id_of_a_model_at_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--hf", "meta-llama/Llama-3.1-8B"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B; its config.json is"
-        in said
-    )
-    assert cli.main(["init", "j.toml", "--hf", "mistralai/Mistral-7B-v0.1"]) == 2
-    said = capsys.readouterr().err
-    assert "hf download mistralai/Mistral-7B-v0.1 --local-dir Mistral-7B-v0.1" in said
-    assert cli.main(["check", "--hf", "no/such/folder"]) == 2
-    assert "hf download" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("hf", HOSTILE, ids=range(len(HOSTILE)))
 def test_broken_files_are_one_line(hf: Any, tmp_path: Path, capsys) -> None:
     file = write(tmp_path / "config.json", hf)
@@ -268,14 +254,3 @@ def test_broken_files_are_one_line(hf: Any, tmp_path: Path, capsys) -> None:
     assert said.err.count("\n") == 1 and str(file) in said.err and not said.out
     assert printable(said.err[:-1]) == said.err[:-1] and len(said.err) < 600
     assert not (tmp_path / "executed").exists()
-
-
-def test_mistakes_of_the_command_line(tmp_path: Path, capsys) -> None:
-    file = write(tmp_path / "config.json", LLAMA)
-    assert cli.main(["check", "--hf", str(file), "job.toml"]) == 2
-    assert "with no job" in capsys.readouterr().err
-    assert cli.main(["check", "--hf", str(tmp_path / "none")]) == 2
-    assert "No such file" in capsys.readouterr().err
-    assert cli.main(["check", "--hf", str(write(tmp_path / "x.json", "[]")), "--json"]) == 2
-    problem = json.loads(capsys.readouterr().out)["problems"][0]
-    assert problem["file"].endswith("x.json") and "should be an object" in problem["message"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import table
 from titan.base.errors import Failure
 from titan.cli import main
 from titan.ops.doctor.diagnosis import _ADVICE, Diagnosis, diagnose
@@ -132,15 +133,7 @@ def test_ranks_that_wait_for_each_other(folder: Folder) -> None:
 
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
-    [
-        ({"input_sizes": [[3, 2]]}, "mismatch_shape", "rank 3 calls all_reduce of 3 x 2 float"),
-        ({"input_dtypes": ["Half"]}, "mismatch_dtype", "rank 3 calls all_reduce of 4 x 2 half"),
-        (
-            {"operation": "broadcast", "called": "broadcast"},
-            "mismatch_operation",
-            "rank 3 calls broadcast of 4 x 2 float",
-        ),
-    ],
+    table(__file__, "mismatches"),
 )
 def test_mismatches(call: dict[str, Any], kind: str, text: str, folder: Folder) -> None:
     for rank in range(3):
@@ -246,10 +239,6 @@ def test_the_command_reads_replica_groups(
 
 
 def test_the_command(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(folder.path / "none")]) == 2
-    assert (
-        "there is no such folder; give the job.dump_folder of a run" in capsys.readouterr().err
-    )
     assert main(["doctor", str(folder.path / "logs")]) == 2
     assert "holds no run (no status.json)" in capsys.readouterr().err
     folder.status("done")

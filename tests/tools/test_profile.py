@@ -140,24 +140,14 @@ def step_trace(start: float = 0, *, late: float = 0) -> Trace:
     return t
 
 
-PARTS_US: dict[str, float] = {
-    "matmul": 100 + 100 + 200 + 100 + 100,
-    "attention": 50,
-    "elementwise": 10 + 10 + 20 + 10,  # gather, cast, softmax, addition
-    "optimizer": 40 + 20 / 2,  # 20 us of it beside the copy
-    "copies": 20 / 2 + 20,
-    "communication_exposed": (300 - 270) + (880 - 830),
-    "host_idle": 100 + (900 - 880),
-}
-MODULES_US = {  # forward, recompute, backward, total
-    "tok_embeddings": (10, 0, 0, 10),
-    "layers.0": (30, 0, 0, 30),  # waiting for the all-gather
-    "layers.0.attention": (160, 100, 100 + 50, 410),  # 50: waiting for the reduce-scatter
-    "layers.0.feed_forward": (100, 0, 200 + 10, 310),
-    "loss": (20, 0, 0, 20),
-    "optimizer": (0, 0, 0, 50),
-    "(elsewhere)": (0, 0, 0, 120 + 30),  # idle, and the copy
-}
+# "elementwise": 10 + 10 + 20 + 10: gather, cast, softmax, addition
+# "optimizer": 40 + 20 / 2: 20 us of it beside the copy
+PARTS_US: dict[str, float] = table(__file__, "parts_us")
+# {: forward, recompute, backward, total
+# "layers.0": (30, 0, 0, 30): waiting for the all-gather
+# "layers.0.attention": (160, 100, 100 + 50, 410): 50: waiting for the reduce-scatter
+# "(elsewhere)": (0, 0, 0, 120 + 30): idle, and the copy
+MODULES_US = table(__file__, "modules_us")
 
 
 def microseconds(seconds: dict[str, float]) -> dict[str, float]:

@@ -202,14 +202,7 @@ def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [
-        ("--nodes=7", "expected such as --qos=high, and no option that titan slurm sets"),
-        ("--wrap=true", "expected such as --qos=high, and no option that titan slurm sets"),
-        ("--qos=a b", "expected such as --qos=high"),
-        ("--qos=$(touch HIT)", "expected such as --qos=high"),
-        ("--qos=x\n#SBATCH --wrap=y", "expected such as --qos=high"),
-        ("qos", "expected such as --qos=high"),
-    ],
+    table(__file__, "options_that_do_not_go_to_sbatch"),
 )
 def test_options_that_do_not_go_to_sbatch(
     tmp_path: Path, option: str, message: str, capfd: pytest.CaptureFixture[str]
@@ -235,22 +228,11 @@ while (($#)); do [[ $1 == --json ]] && report=$2; shift; done
 [[ -f finds-$n ]] && cp finds-$n "$report" && exit 1
 echo '{"problems": []}' >"$report"
 """
-SLOW = '{"problems": [\n "rank 8 on n2: matrix product, bfloat16 560 TFLOP/s, 20% below the median"]}'
-NETWORK = (
-    '{"problems": [\n "all ranks: dp_shard all-reduce 4 GB/s, where the profile expects 370"]}'
-)
-MEMORY = '{"problems": [\n "dry run: rank 3 on n1 is out of memory: ..."]}'
 
 
 @pytest.mark.parametrize(
     ("finds", "spare", "modules", "nodes", "code"),
-    [
-        ([], 1, ["preflight", "train"], "n1,n2", 0),
-        ([SLOW], 1, ["preflight", "preflight", "train"], "n1,n3", 0),
-        ([SLOW], 0, ["preflight"], None, 1),
-        ([NETWORK], 1, ["preflight", "train"], "n1,n2", 0),
-        ([MEMORY], 1, ["preflight"], "n1,n2", 1),
-    ],
+    table(__file__, "preflight_in_the_allocation"),
     ids=[
         "all is well",
         "a slow node",

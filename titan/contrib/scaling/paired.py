@@ -6,7 +6,7 @@ its mean over the last quarter of the tokens, and the interval is Student's over
 
 A gap in nats becomes tokens by the slope of the loss over the logarithm of the tokens. Example: where a run loses 0.13 nats for each
 factor of e in tokens, a gap of 0.004 nats is worth exp(0.004 / 0.13), 3.1% more tokens. With a decaying learning rate the losses of runs of
-several lengths have another slope: 1.5 to 2.5 times that of a curve in the known pairs (scripts/bench/handicaps.py), and any fraction of
+several lengths have another slope: 1.5 to 2.5 times that of a curve in the known pairs (docs/log.md), and any fraction of
 it if the rate falls at the end alone.
 """
 

@@ -341,17 +341,7 @@ def test_four_layouts_equal_one_process(pool: Pool) -> None:
 
 
 USER, ANSWER = {"role": "user", "content": "cat"}, {"role": "assistant", "content": "mats"}
-BAD = {
-    "message 1 has no role; write": [{"content": "cat"}, ANSWER],
-    "message 2 has no text as content": [USER, {"role": "assistant", "content": 3}],
-    'no message has the role "assistant"': [USER],
-    "no list of messages": [],
-    "message 1 spells the special token <|im_end|>": [
-        {**USER, "content": "a<|im_end|>"},
-        ANSWER,
-    ],
-    "the chat template refuses the messages: no robots": [{**USER, "role": "robot"}, ANSWER],
-}
+BAD = table(__file__, "bad")
 
 
 @pytest.mark.parametrize("message", BAD)
@@ -417,28 +407,7 @@ def test_a_missing_or_unfit_template_says_what_to_set(
 
 @pytest.mark.parametrize(
     ("template", "why"),
-    [
-        ("{{ " + "[" * 5000 + "]" * 5000 + " }}", "not valid Jinja: maximum recursion"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion"),
-        (
-            "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}",
-            "0.2 s",
-        ),
-        ("{% set x = [range(99999) | list] * 9999 %}{{ x | map('sum') | list }}", "0.2 s"),
-        (
-            "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "99 MiB",
-        ),
-        ("{{ 'a' * 10**10 }}", r"\\* makes"),
-        ("{{ 9 ** 999999999 }}", r"\\*\\* makes"),
-        ("{{ 'a' | center(10**10) }}", "a number is"),
-        ("{{ 'a'.ljust(width=10**10) }}", "a number is"),
-        ("{{ '%010000000000d' % 1 }}", "too wide"),
-        ("{{ '%010000000000d' | format(1) }}", "too wide"),
-        ("{{ '{:10000000000}'.format(1) }}", "too wide"),
-        ("{% set x = 'a' * 99999 %}{{ x | replace('a', x) }}", "replace makes"),
-        ("{% set x = 'a' * 99999 %}{{ x.join(x) }}", "join makes"),
-    ],
+    table(__file__, "a_template_of_a_stranger_takes_little"),
 )
 def test_a_template_of_a_stranger_takes_little(
     template: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -548,22 +517,8 @@ RICH = (
 OFFERED = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 ]
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-ROWS: dict[str, dict[str, Any]] = {
-    "tools": {"messages": [ASK, SAY], "tools": OFFERED},
-    "tools as JSON text": {"messages": [ASK, SAY], "tools": json.dumps(OFFERED)},
-    "documents": {"messages": [ASK, SAY], "documents": [{"title": "One", "text": "x"}]},
-    "template kwargs": {"messages": [ASK, SAY], "chat_template_kwargs": {"shout": True}},
-    "calls": {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
-    "name": {"messages": [{**ASK, "name": "ann"}, SAY]},
-    "reasoning": {"messages": [ASK, {**SAY, "reasoning": "since"}]},
-    "thinking": {"messages": [ASK, {**SAY, "thinking": "since", "reasoning_content": None}]},
-    "parts": {
-        "messages": [{**ASK, "content": [{"type": "text", "text": t} for t in "ab"]}, SAY]
-    },
-    "nulls": {"messages": [{**ASK, "tool_calls": None}, SAY], "tools": None, "documents": []},
-}
+ROWS: dict[str, dict[str, Any]] = table(__file__, "rows")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -21,6 +21,7 @@ import torch
 from scripts.drills import groups as drill
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
+from tests.support.tables import table
 from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.cli import main
@@ -415,33 +416,7 @@ def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("programs", "restarts", "code", "lines"),
-    [
-        (
-            ["pass", "os.kill(os.getpid(), 9)"],
-            0,
-            0,
-            [
-                "group 1 | was ended by SIGKILL: not started again (--max-restarts 0); other groups go on"
-            ],
-        ),
-        (
-            ["pass", "os._exit(3)"],
-            1,
-            0,
-            [
-                "group 1 | ended with 3: started again, 1 of 1 times",
-                "group 1 | ended with 3: not started again (--max-restarts 1); other groups go on",
-            ],
-        ),
-        (
-            ["os._exit(75)", "os.kill(os.getpid(), 9)"],
-            0,
-            75,
-            [
-                "group 1 | was ended by SIGKILL: not started again (--max-restarts 0); other groups go on"
-            ],
-        ),
-    ],
+    table(__file__, "a_run_is_done_when_a_group_is_and_each_loss_is_said"),
 )
 def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
     monkeypatch: pytest.MonkeyPatch,
@@ -489,17 +464,7 @@ def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> li
 
 @pytest.mark.parametrize(
     ("visible", "options", "expected"),
-    [
-        (None, ["--groups", "2"], ["0,1,2,3", "4,5,6,7"]),
-        (None, ["--groups", "2", "--nproc", "2"], ["0,1", "2,3"]),
-        ("7,6,5,4,3,2,1,0", ["--groups", "4"], ["7,6", "5,4", "3,2", "1,0"]),
-        (
-            ",".join(f"GPU-{n}a" for n in range(8)),
-            ["--groups", "8"],
-            [f"GPU-{n}a" for n in range(8)],
-        ),
-        ("MIG-a, MIG-b", ["--groups", "2", "--nproc", "1"], ["MIG-a", "MIG-b"]),
-    ],
+    table(__file__, "groups_share_out_the_gpus"),
 )
 def test_groups_share_out_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
@@ -518,14 +483,7 @@ def test_groups_share_out_the_gpus(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (
-            ["--groups", "3"],
-            "--groups: 8 accelerators do not divide among 3 groups; use --groups",
-        ),
-        (["--groups", "2", "--nproc", "5"], "--nproc: 2 groups x 5 processes do not fit the 8"),
-        (["--groups", "9"], "--groups: 9 groups x 1 processes do not fit the 8 accelerators"),
-    ],
+    table(__file__, "groups_that_would_share_gpus_are_refused"),
 )
 def test_groups_that_would_share_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
@@ -565,19 +523,7 @@ def test_nccl_leaves_it_to_the_groups_to_go_on(
 
 @pytest.mark.parametrize(
     ("section", "key", "message"),
-    [
-        ({"lighthouse": "node0:29510"}, "lighthouse", "expected http://HOST:PORT, or"),
-        (
-            {"replica_id": 2, "replica_groups": 2},
-            "replica_id",
-            "must be below replica_groups = 2",
-        ),
-        (
-            {"min_replicas": 3, "replica_groups": 2},
-            "min_replicas",
-            "is more than replica_groups = 2",
-        ),
-    ],
+    table(__file__, "groups_are_checked"),
 )
 def test_groups_are_checked(section: dict[str, Any], key: str, message: str) -> None:
     config = job(fault_tolerance={"enable": True, **section}, checkpoint={"enable": True})

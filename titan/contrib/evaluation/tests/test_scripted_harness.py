@@ -11,16 +11,12 @@ import torch
 
 from tests.support.ranks import Pool
 from tests.support.scripted import SHAPES, write_folder
+from tests.support.tables import table
 from titan.contrib.evaluation import evaluate
 from titan.data import DataError
 
 pytestmark = pytest.mark.slow  # the harness imports what else it has
-ROWS = [
-    {"context": "the quick", "target": " brown dogs and", "choices": [" brown", " cats"]},
-    {"context": "how are ", "target": "you", "choices": ["you", "friend today"]},
-    {"context": "", "target": "lazy", "choices": ["lazy", "rain falls"]},
-    {"context": "Hello  naïve", "target": " down", "choices": [" down", "\nup"]},
-]
+ROWS = table(__file__, "rows")
 COMMON = "dataset_path: json\ntest_split: test\ndataset_kwargs: {data_files: {test: %s}}\ndoc_to_text: '{{context}}'\n"
 FREE = "output_type: generate_until\ndoc_to_target: '{{target}}'\nmetric_list: [{metric: exact_match}]\n"
 TASKS = {

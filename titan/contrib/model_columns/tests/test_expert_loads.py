@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.metrics import read_json_lines, step_row
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import MetricsSection
 from titan.contrib.model_columns.loads import ExpertLoads, load_figures
@@ -102,7 +103,7 @@ def test_one_process(alone: Any) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "tp": 2, "ep": 2}],
+    table(__file__, "each_layout_shows_the_figures_of_one_process"),
     ids=lambda layout: " x ".join(layout),
 )
 def test_each_layout_shows_the_figures_of_one_process(

@@ -123,15 +123,7 @@ def test_run_folders_have_their_parameters_tokens_and_validation_losses(tmp_path
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [
-        ({"dataset": "synthetic"}, "runs differ in training.dataset: 'stdlib', 'synthetic'"),
-        ({"more": "[lr_scheduler]\ntotal_steps = 30"}, "step 10 of 30: only finished runs"),
-        (
-            {"more": "[[data.sources]]\ntype = 'text'\npath = 'a'"},
-            "runs differ in data.sources: ",
-        ),
-        ({"steps": 20}, "step 10 of 20: only finished runs have a final loss"),
-    ],
+    table(__file__, "folders_that_do_not_compare"),
 )
 def test_folders_that_do_not_compare(
     tmp_path: Path, change: dict[str, Any], expected: str

@@ -202,18 +202,13 @@ def build(device, of="scaled", rows=1, columns=1):
 """
 
 
+# ({"of": "scaled", "rows": 2**16, "columns": 19_073}, 1, 1): 1.25e9 elements: Inductor counts at most 1e9 of a fused kernel.
+# ({"of": "softened", "rows": 1024, "columns": 128_256}, 2, 0): A row of a vocabulary in fp32 exceeds the cache, and is read once for the maximum and once for the sum.
+# ({"of": "by_hand", "rows": 1024, "columns": 128_256}, 1, 0): Written out, Inductor finds the softmax in one pass.
+# ({"of": "softened", "rows": 2**16, "columns": 4096}, 1, 0): Short rows are still in the cache.
 @pytest.mark.parametrize(
     ("settings", "read", "written"),
-    [
-        # 1.25e9 elements: Inductor counts at most 1e9 of a fused kernel.
-        ({"of": "scaled", "rows": 2**16, "columns": 19_073}, 1, 1),
-        # A row of a vocabulary in fp32 exceeds the cache, and is read once for the maximum and once for the sum.
-        ({"of": "softened", "rows": 1024, "columns": 128_256}, 2, 0),
-        # Written out, Inductor finds the softmax in one pass.
-        ({"of": "by_hand", "rows": 1024, "columns": 128_256}, 1, 0),
-        # Short rows are still in the cache.
-        ({"of": "softened", "rows": 2**16, "columns": 4096}, 1, 0),
-    ],
+    table(__file__, "bytes_of_fused_kernels"),
 )
 def test_bytes_of_fused_kernels(
     settings: dict[str, Any], read: int, written: int, tmp_path: Path

@@ -1,0 +1,27 @@
+"""Command lines that a command refuses by itself, without a run: test_refusals.json has a sentence for each, and what it prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tables import table
+from titan import cli
+
+ROWS: dict[str, dict[str, Any]] = table(__file__, "refusals")
+
+
+@pytest.mark.parametrize("sentence", ROWS)
+def test_a_refusal(sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a row, {folder} is an empty folder, in which its files are written. "not": what is not printed."""
+    row = ROWS[sentence]
+    for name, text in row.get("files", {}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cli.main([word.replace("{folder}", str(tmp_path)) for word in row["command"]]) == 2
+    printed = "".join(capsys.readouterr())
+    for text in row["prints"]:
+        assert text.replace("{folder}", str(tmp_path)) in printed
+    assert row.get("not", "\0") not in printed
