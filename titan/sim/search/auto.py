@@ -35,10 +35,8 @@ from titan.sim.report.text import say
 
 from .candidates import LayoutSearch, sequences_of
 from .command import settings_overlay
-from .point import Point, Settings
+from .point import Point, Settings, words
 from .reasons import reason
-from .seeds import lighter, seeds
-from .variants import Variant
 
 FILE = "layout.toml"
 _MOST = 12  # layouts that are simulated until one fits
@@ -77,7 +75,7 @@ class ChosenLayout:
     @property
     def overrides(self) -> list[str]:
         """The settings as words of a command line."""
-        return [f"--{key}={value}" for key, value in self.settings.items()]
+        return words(self.settings)
 
     def write(self, config: JobConfig) -> None:
         """Write the choice into the job's run folder, as an overlay."""
@@ -179,27 +177,20 @@ def _held(config: JobConfig) -> set[str]:
 
 def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
     """Return the fastest of four to seven layouts, or the reason why the simulator has none."""
-    search.what = "layouts simulated"
-    tried, ranked = dict[Point, Variant](), list[Point]()
-
-    def simulate(points: list[Point]) -> None:
-        tried.update(zip(points, search(map(search.settings, points)), strict=True))
-        ranked[:] = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
-
-    alone = seeds(search)
-    simulate(alone + search.first(1))
-    for lost in (point for point in alone if not tried[point].fits):
-        simulate(lighter(search, lost, tried[lost].needed_gib))
-    simulate(search.neighbours(ranked[:1], 2))
-    while not ranked and len(tried) < _MOST and (points := search.first(2)):
-        simulate(points)
+    search.what, tried = "layouts simulated", search.tried
+    alone = search.seeds()
+    search.simulate([*alone, *search.first(1)])
+    search.simulate(search.lighter(alone))
+    search.simulate(search.neighbours(search.fitting[:1], 2))
+    while not search.fitting and len(tried) < _MOST and (points := search.first(2)):
+        search.simulate(points)
     say("")
     problems = [variant.problem for variant in tried.values() if variant.problem]
     if tried and len(problems) == len(tried):
         return f"the simulator cannot run it ({problems[0]})"
-    if not ranked:
+    if not search.fitting:
         raise _nothing_fits(search)
-    best, *others = ranked
+    best, *others = search.fitting
     text = (
         f"fastest of {len(tried)} layouts in simulation, of {len(search.points):,} that may fit by formula: "
         f"{tried[best].speed:,.0f} tokens/s/GPU, {tried[best].needed_gib:.1f} GiB"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,11 +31,11 @@ from titan.sim.report.text import say
 from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
 
 from .command import settings_overlay, show
-from .point import Settings
+from .knapsack import Kept
+from .point import Settings, words
 from .recomputation import (
     Blocks,
     Choices,
-    Kept,
     choose,
     find_blocks,
     keep,
@@ -62,15 +62,12 @@ class Choice:
 
 _KEY = "activation_checkpoint."
 _OP = {"mode": "selective", "selective_ac_option": "op"}
+_NO_MODULES = {"op_keep_modules": "[]"}
 _OTHERS: dict[str, Settings] = {
-    "full": {"mode": "full", "op_keep_modules": "[]"},
+    "full": {"mode": "full", **_NO_MODULES},
     "op": _OP,
-    "every 2nd block": {
-        "mode": "selective",
-        "selective_ac_option": "2",
-        "op_keep_modules": "[]",
-    },
-    "none": {"mode": "none", "op_keep_modules": "[]"},
+    "every 2nd block": {"mode": "selective", "selective_ac_option": "2", **_NO_MODULES},
+    "none": {"mode": "none", **_NO_MODULES},
 }
 """Modes of recomputation that a choice is compared with."""
 
@@ -78,7 +75,7 @@ _OTHERS: dict[str, Settings] = {
 def settings(lines: Sequence[str]) -> Settings:
     """Return a choice as settings of a job."""
     text = ", ".join(f'"{line}"' for line in lines)
-    kept = _OP | {"op_keep": "[]", "op_keep_modules": "[]", "op_keep_by_block": f"[{text}]"}
+    kept = _OP | _NO_MODULES | {"op_keep": "[]", "op_keep_by_block": f"[{text}]"}
     return {_KEY + key: value for key, value in kept.items()}
 
 
@@ -99,36 +96,30 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
         ReplayError: The traced ranks wait for each other forever.
     """
     job, world_size, profile = search.job, search.world_size, search.profile
-    is_compiled = (
-        "model" in (compile := load_from_argv(job).compile).components and compile.enable
-    )
-
+    is_compiled = compiles_model(load_from_argv(job))
     # Without a limit the allocator never has to give memory back, which would be slow.
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
 
     def run(lines: Sequence[str], *more: str) -> Simulation:
-        overrides = (f"--{key}={value}" for key, value in settings(lines).items())
-        config = load_from_argv([*job, *overrides, *more])
+        config = load_from_argv([*job, *words(settings(lines)), *more])
         check_to_run(config, world_size=world_size)
         return simulate(
             config, world_size=world_size, profile=roomy, processes=search.processes
         )
 
-    base = run(["0:"], *(["--compile.enable=false"] if is_compiled else []))
+    base = run(["0:"], *["--compile.enable=false"] * is_compiled)
     cost = Cost(profile)
     blocks = {rank: find_blocks(trace, cost) for rank, trace in base.traces.items()}
+    first, to_host = base, 0
     if is_compiled:
-        every = {
-            layer: block for of_rank in blocks.values() for layer, block in of_rank.items()
-        }
+        first = run(["0:"])
+        every = dict(ChainMap(*blocks.values()))
         chosen = samples(every)
         measure(every, run(to_lines(chosen)).traces.values(), chosen, cost)
-    to_host = 0
-    if host and not is_compiled:
+    elif host:
         # What a rank can copy while it computes its forward passes.
         forward_s = base.timeline.mean_by("by_phase_s")["forward"]
         to_host = int(forward_s * profile.host_gb_per_s * 1e9 * 0.9)
-    first = run(["0:"]) if is_compiled else base
     limit = int(profile.usable_gib * GIB)
 
     def left(simulation: Simulation) -> dict[int, int]:
@@ -144,8 +135,9 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
             of_rank = choose(trace, blocks[rank], extra[rank] + to_host)
             traces[rank] = keep(trace, blocks[rank], of_rank)
             kept |= of_rank
-        lines = to_lines(kept, _to_host(kept, blocks, to_host))
-        exact = not is_compiled and not any(">host" in line for line in lines)
+        offloaded = [_to_host(of_rank, kept, to_host) for of_rank in blocks.values()]
+        lines = to_lines(kept, set().union(*offloaded))
+        exact = not is_compiled and not any(offloaded)
         now = price(base.config, base.layout, traces, roomy) if exact else run(lines)
         spare = left(now)
         fits = min(spare.values()) >= 0
@@ -153,7 +145,7 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
             best, best_fits = Choice(lines, now), True
         # Stop when it fits and little is left, or everything is kept.
         little = limit // 500
-        if (fits and max(spare.values()) < little) or all(c is None for c in kept.values()):
+        if (fits and max(spare.values()) < little) or set(kept.values()) == {None}:
             break
         # Give up the missing bytes and some more, so that the next choice does not miss by a little.
         for rank, number in spare.items():
@@ -164,22 +156,23 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     return best
 
 
-def _to_host(
-    kept: Mapping[int, Kept], blocks: Mapping[int, Blocks], num_bytes: int
-) -> set[tuple[int, str]]:
-    """Choose the saved results to offload.
+def compiles_model(config: JobConfig) -> bool:
+    """Return whether the job's blocks are compiled."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _to_host(blocks: Blocks, kept: Choices, left: int) -> set[tuple[int, str]]:
+    """Choose the saved results of a rank to offload: as many as `left` bytes.
 
     They are in the first blocks, whose results are needed last.
     """
     chosen: set[tuple[int, str]] = set()
-    for of_rank in blocks.values():
-        left = num_bytes
-        for layer, block in sorted(of_rank.items()):
-            for call in sorted(kept.get(layer) or ()):
-                size = block.sizes[call] * len(block.runs[call])
-                if size <= left:
-                    left -= size
-                    chosen.add((layer, call))
+    for layer, block in sorted(blocks.items()):
+        for call in sorted(kept[layer] or ()):
+            size = block.sizes[call] * len(block.runs[call])
+            if size <= left:
+                left -= size
+                chosen.add((layer, call))
     return chosen
 
 
@@ -207,13 +200,11 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
 
 def run(options: Namespace, search: Search, config: JobConfig) -> int:
     """Run `titan plan --only sac`. Return 1 if the job does not fit with any recomputation."""
-    others, compile = dict(_OTHERS), config.compile
-    if compile.enable and "model" in compile.components:
-        budget = {"mode": "memory_budget", "op_keep_modules": "[]"}
-        shares = ("0.25", "0.5", "0.75")
-        others |= {
-            f"memory_budget {share}": budget | {"memory_budget": share} for share in shares
-        }
+    others = dict(_OTHERS)
+    if compiles_model(config):
+        for share in ("0.25", "0.5", "0.75"):
+            budget = {"mode": "memory_budget", "memory_budget": share}
+            others[f"memory_budget {share}"] = budget | _NO_MODULES
     search.what = "others simulated"
     try:
         say("choosing")

@@ -30,8 +30,8 @@ from titan.parallel.schedules import build_schedule, stages_per_rank
 from titan.sim.estimate import estimate_memory, stacked_params
 from titan.sim.price.profiles import Profile
 
-from .point import ALSO, RESHARD, Kind, Point, Settings, distance
-from .variants import Search
+from .point import ALSO, RESHARD, Kind, Point, Settings, distance, words
+from .variants import Search, Variant
 
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
 # recomputes part of it, "2" does it in every second block.
@@ -65,6 +65,7 @@ class LayoutSearch(Search):
         global_batch: Sequences of a step.
         model: Sizes of the model.
         seen: Points that were chosen.
+        tried: Points that were simulated.
         also: Combinations of additional techniques.
         held: Keys of the job that no candidate changes.
         refusals: Why the job's rules refuse a point that was looked at, or "".
@@ -86,18 +87,11 @@ class LayoutSearch(Search):
         self.config = config.on_device(profile.device_kind)
         self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = config.model.sizes
-        self.seen: set[Point] = set()
+        self.seen, self.tried = set[Point](), dict[Point, Variant]()
         self.held, self.refusals = held, dict[Point, str]()
-        # Every combination of the requested techniques, without those that one of them contains.
-        combinations = (
+        self.also = [
             tuple(itertools.compress(also, taken))
             for taken in itertools.product((False, True), repeat=len(also))
-        )
-        contained = {
-            (a, b) for a in also for b in also if ALSO[a][0].items() < ALSO[b][0].items()
-        }
-        self.also = [
-            found for found in combinations if not any({*p} <= {*found} for p in contained)
         ]
 
     @cached_property
@@ -309,6 +303,43 @@ class LayoutSearch(Search):
                     chosen.append(point)
         return sorted(chosen, key=self.seconds)
 
+    def seeds(self) -> list[Point]:
+        """Choose data parallelism alone, and beside expert parallelism: it costs the host least, which the formula does not know."""
+        return [
+            p for spread in (False, True) for p in self.data_parallel(spreads_experts=spread)
+        ]
+
+    def lighter(self, points: Iterable[Point]) -> list[Point]:
+        """Choose for each of these points that does not fit the best new point of data parallelism that should fit.
+
+        The formula is taken to be as far off as it was there.
+        """
+        found: list[Point] = []
+        for point in points:
+            variant = self.tried[point]
+            if variant.facts and not variant.fits:
+                most = self.profile.usable_gib - variant.needed_gib + self.estimated_gib(point)
+                found += self.data_parallel(spreads_experts=point.ep > 1, below_gib=most)
+        return found
+
+    def simulate(self, points: Sequence[Point], *others: Settings) -> list[Variant]:
+        """Simulate points, and return the job with other settings. Points that a stop left out are not noted as tried."""
+        found = self([*others, *map(self.settings, points)])
+        pairs = zip(points, found[len(others) :], strict=True)
+        self.tried |= {point: one for point, one in pairs if one.facts or one.problem}
+        return found[: len(others)]
+
+    def ranked(self, own: Point | None = None) -> list[Point]:
+        """Return the tried points that run: first those that fit, the fastest first. The job's own is the last of equals."""
+        runs = (p for p, variant in self.tried.items() if variant.fits or variant.is_tight)
+        order = {p: (self.tried[p].is_tight, -self.tried[p].speed, p == own) for p in runs}
+        return sorted(order, key=order.__getitem__)
+
+    @property
+    def fitting(self) -> list[Point]:
+        """Tried points that fit, the fastest first."""
+        return [point for point in self.ranked() if self.tried[point].fits]
+
     def untried(self) -> list[Point]:
         """Return the most promising legal point of each kind of which none was chosen, the most promising first."""
         seen, tried, best = {*map(self.kind, self.seen)}, Counter[Kind](), dict[Kind, Point]()
@@ -354,10 +385,9 @@ class LayoutSearch(Search):
     def legal(self, point: Point) -> bool:
         """Return whether the job's own rules allow this point."""
         if point not in self.refusals:  # several rounds ask
-            words = [f"--{key}={value}" for key, value in self.settings(point).items()]
             self.refusals[point] = ""
             try:
-                config = load_from_argv([*self.job, *words], warn=False)
+                config = load_from_argv([*self.job, *words(self.settings(point))], warn=False)
                 check_to_run(config, world_size=self.world_size)
             except ConfigError as error:
                 problem = error.problems[0]

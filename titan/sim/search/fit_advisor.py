@@ -17,7 +17,7 @@ from titan.sim.report.text import duration, say, speed_range, uneven_routing, ve
 from titan.sim.routing import most_imbalance
 from titan.sim.simulate import HardwareError, facts
 
-from .point import Settings
+from .point import Settings, words
 from .variants import Search, Variant
 
 _MOST = 5  # changes that are shown
@@ -159,7 +159,7 @@ def describe(answer: dict[str, Any]) -> list[str]:
     elif uneven or not step["fits"]:
         lines.append(f"no single change, nor two together, makes it fit{uneven}")
     for fix in fixes:
-        change = " ".join(f"--{key}={value}" for key, value in fix["settings"].items())
+        change = " ".join(words(fix["settings"]))
         lines.append(
             f"  {fix['tokens_per_s_per_gpu']:>8,.0f} tokens/s/GPU  {fix['needed_gib']:>6.1f} GiB  {change}"
         )

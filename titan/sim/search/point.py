@@ -61,7 +61,6 @@ class Point:
     @property
     def split(self) -> tuple[int, ...]:
         """Split of the model, without batch, recomputation and replicas."""
-        # Candidates of one split compete with each other first.
         return self.tp, self.cp, self.pp, self.ep
 
     @property
@@ -104,6 +103,11 @@ class Point:
         found |= {f"activation_checkpoint.{key}": n for key, n in self.checkpointing.items()}
         found |= {key: value for name in self.also for key, value in ALSO[name][0].items()}
         return {key: str(value) for key, value in found.items()}
+
+
+def words(settings: Settings) -> list[str]:
+    """Return overrides as words of a command line."""
+    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 def distance(one: Point, other: Point) -> int:

@@ -33,7 +33,7 @@ from titan.sim.report.phases import combine_phases
 from titan.sim.report.text import columns, degrees, say, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
-from .point import Settings
+from .point import Settings, words
 
 WORLD_SIZE = "world_size"
 """A key of variants that is no key of the config: ranks in all."""
@@ -114,17 +114,16 @@ def simulate_variants(
             no `facts`.
     """
     variants: list[Variant] = []
-    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]] = defaultdict(
-        list
-    )
+    by_key = defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]](list)
+    phases_left = Counter[int]()
     for chosen in settings:
         # One Variant for each profile: the settings are checked and traced once for all of them.
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
         variants += of_settings
+        overrides = dict(chosen)
+        ranks = int(overrides.pop(WORLD_SIZE, world_size))
         try:
-            overrides = [f"--{key}={chosen[key]}" for key in chosen if key != WORLD_SIZE]
-            config = load_from_argv([*job, *overrides])
-            ranks = int(chosen.get(WORLD_SIZE, world_size))
+            config = load_from_argv([*job, *words(overrides)])
             check_to_run(config, world_size=ranks)
         except ConfigError as error:
             # One reason is enough for a table that counts them.
@@ -134,24 +133,24 @@ def simulate_variants(
         for variant, profile in zip(of_settings, profiles, strict=True):
             variant.problem = not_simulated(config, profile)
             for phase in () if variant.problem else phases_of(config, world_size=ranks):
-                of_phase = resolve_layout(phase.config, ranks)
-                request = TraceRequest(phase.config.on_device(profile.device_kind), of_phase)
+                layout = resolve_layout(phase.config, ranks)
+                request = TraceRequest(phase.config.on_device(profile.device_kind), layout)
                 # Variants that differ in hardware or replicas alone share a key, and so a trace.
                 by_key[request.key].append((variant, request, profile, phase))
+                phases_left[id(variant)] += 1
 
     def report() -> None:
         # Refused variants are done already.
-        waiting = {id(variant) for parts in by_key.values() for variant, *_ in parts}
-        for variant in variants:
-            if id(variant) not in waiting and variant.parts:
-                variant.facts = {} if variant.problem else combine_phases(variant.parts)
-                variant.parts.clear()
-        progress(len(variants) - len(waiting), variants)
+        progress(len(variants) - len(+phases_left), variants)
 
     def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
         # One trace serves all variants of the key, each with its own replicas and hardware.
         for variant, request, profile, phase in by_key.pop(traced.key):
             _price(variant, request, traces, profile, phase)
+            phases_left[id(variant)] -= 1
+            if not phases_left[id(variant)]:
+                variant.facts = {} if variant.problem else combine_phases(variant.parts)
+                variant.parts.clear()
         report()
 
     report()
