@@ -36,7 +36,7 @@ def write_trace(simulation: StepSimulation, path: Path) -> None:
     """Write one step of all traced ranks into a file, or into a folder with a file for each rank.
 
     Raises:
-        OSError: A file cannot be written.
+        OSError: a file cannot be written.
     """
     timelines = simulation.timeline.ranks
     starts = [host[0][0] for t in timelines.values() if (host := t.host)]
@@ -73,7 +73,8 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
     def event(kind: str, tid: int, at_s: float, **values: Any) -> Record:
         return {"ph": kind, "pid": trace.rank, "tid": tid, "ts": us(at_s), **values}
 
-    # "X" is a complete event, "s" and "f" begin and end an arrow, "M" gives a name, "C" is a counter.
+    # "X" is a complete event, "s" and "f" begin and end an arrow, "M" gives a name, "C" is a
+    # counter.
     def span(
         tid: int, start: float, end: float, name: str, category: str, **args: Any
     ) -> Record:

@@ -1,8 +1,9 @@
 """Layout that titan chooses for a job with `parallelism.layout = "auto"`, before its ranks start.
 
-The planner's formula ranks all layouts (candidates.py), and the simulator compares four to seven of them. Models above 75 billion
-parameters, and ranks on CPUs, get the first by formula. A choice is kept in two places: in the user's cache, by job, hardware, ranks
-and versions, and as layout.toml in the run folder, so that a resumed run keeps its layout.
+The planner's formula ranks all layouts (candidates.py), and the simulator compares four to seven of
+them. Models above 75 billion parameters, and ranks on CPUs, get the first by formula. A choice is
+kept in two places: in the user's cache, by job, hardware, ranks and versions, and as layout.toml in
+the run folder, so that a resumed run keeps its layout.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class ChosenLayout:
     """Layout of a job.
 
     Attributes:
-        settings: Overrides of the job, with the reason.
-        runner_up: The layout that comes second, and how much slower it is. Empty: there is none.
-        ranks: Number of ranks and their hardware, as text.
+        settings: overrides of the job, with the reason.
+        runner_up: the layout that comes second, and how much slower it is. Empty: there is none.
+        ranks: number of ranks and their hardware, as text.
     """
 
     settings: Settings
@@ -100,14 +101,15 @@ def resolve(
     """Return a job with its layout, and the choice if it is new. A job with a fixed layout, or with mistakes, stays as it is.
 
     Args:
-        job: Files and overrides, as on the command line.
-        world_size: Number of ranks.
-        profile: Returns the hardware of the ranks. It is not called for a layout that is kept.
-        keep: Whether the layout in the run folder is kept, if the job can still have it.
-        simulate: Whether layouts may be simulated. Otherwise the formula decides, if the cache has no choice.
+        job: files and overrides, as on the command line.
+        world_size: number of ranks.
+        profile: returns the hardware of the ranks. It is not called for a layout that is kept.
+        keep: whether the layout in the run folder is kept, if the job can still have it.
+        simulate: whether layouts may be simulated. Otherwise the formula decides, if the cache has
+            no choice.
 
     Raises:
-        ConfigError: No layout fits, or the hardware is not known.
+        ConfigError: no layout fits, or the hardware is not known.
     """
     try:
         config = load_from_argv(job, warn=False)
@@ -278,11 +280,11 @@ def profile_here(config: JobConfig, ranks: int) -> Profile:
     """Return the profile of this machine.
 
     Args:
-        config: The job, which may name its accelerator.
-        ranks: Ranks on this machine.
+        config: the job, which may name its accelerator.
+        ranks: ranks on this machine.
 
     Raises:
-        ConfigError: The simulator has no figures of the accelerator.
+        ConfigError: the simulator has no figures of the accelerator.
     """
     if not count_accelerators():
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks

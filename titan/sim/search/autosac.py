@@ -30,7 +30,7 @@ from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import say
 from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
 
-from .command import settings_overlay, show
+from .command import show
 from .knapsack import Kept
 from .point import Settings, words
 from .recomputation import (
@@ -52,8 +52,8 @@ class Choice:
     """Results that all blocks save.
 
     Attributes:
-        lines: The choice as activation_checkpoint.op_keep_by_block takes it.
-        simulation: Simulation of the job with this choice.
+        lines: the choice as activation_checkpoint.op_keep_by_block takes it.
+        simulation: simulation of the job with this choice.
     """
 
     lines: list[str]
@@ -85,15 +85,15 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     The simulation in the result says whether the choice fits.
 
     Args:
-        search: Job, ranks and devices. The job's settings of activation_checkpoint are replaced; the profile's `memory_gib` is the
-            memory that may be used.
-        host: Whether results may be offloaded to the host's memory.
+        search: job, ranks and devices. The job's settings of activation_checkpoint are replaced;
+            the profile's `memory_gib` is the memory that may be used.
+        host: whether results may be offloaded to the host's memory.
 
     Raises:
-        ConfigError: The rules refuse the job.
-        HardwareError: The hardware cannot run the job.
-        TraceError: The job cannot be traced.
-        ReplayError: The traced ranks wait for each other forever.
+        ConfigError: the rules refuse the job.
+        HardwareError: the hardware cannot run the job.
+        TraceError: the job cannot be traced.
+        ReplayError: the traced ranks wait for each other forever.
     """
     job, world_size, profile = search.job, search.world_size, search.profile
     is_compiled = compiles_model(load_from_argv(job))
@@ -147,7 +147,8 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
         little = limit // 500
         if (fits and max(spare.values()) < little) or set(kept.values()) == {None}:
             break
-        # Give up the missing bytes and some more, so that the next choice does not miss by a little.
+        # Give up the missing bytes and some more, so that the next choice does not miss by a
+        # little.
         for rank, number in spare.items():
             extra[rank] += number if number >= 0 else number - little // 2
     # Now on the device as it is.
@@ -233,7 +234,5 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
             file=sys.stderr,
         )
         chosen = best[1].settings
-    overlay = settings_overlay(chosen, f"titan train {' '.join(search.job)} sac.toml")
-    data = {"op_keep_by_block": choice.lines}
-    show(options, config, data, dict(order), overlay, limit_gib=search.profile.usable_gib)
+    show(options, search, config, {"op_keep_by_block": choice.lines}, dict(order), chosen)
     return 0 if fitting else 1

@@ -35,10 +35,12 @@ def candidates(
     same = {"training.global_batch_size": str(batch * layout.dp * layout.accumulation)}
     # Modes that save more than the one at hand.
     modes = {"full": (), "none": ("selective", "full")}.get(ac.mode, ("full",))
-    # TP stays within a node, and takes its ranks from FSDP. Replicas hold whole copies: sharding over them adds communication only.
+    # TP stays within a node, and takes its ranks from FSDP. Replicas hold whole copies: sharding
+    # over them adds communication only.
     most = profile.gpus_per_node // layout.tp
     tps = [n for n in (2, 4, 8) if n <= most and layout.dp_shard % n == 0]
-    # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so all are tried.
+    # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so
+    # all are tried.
     sizes = [size for size in divisors(batch)[:-1] if size >= microbatch]
     is_chunked = config.loss.chunk_output or parallel.disable_loss_parallel
     kinds = [
@@ -65,7 +67,8 @@ def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
     model, training, parallel = config.model.sizes, config.training, config.parallelism
     if not model.num_experts:
         return []
-    # A part of the mean number of tokens sent: then the chunks of experts do not depend on the number that arrives.
+    # A part of the mean number of tokens sent: then the chunks of experts do not depend on the
+    # number that arrives.
     tokens = training.local_batch_size * training.seq_len // (layout.cp * layout.tp)
     if layout.pp > 1:
         tokens = (
@@ -73,7 +76,8 @@ def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
         )
     chunk, ep = tokens * model.top_k // 4, parallel.expert_parallel_degree
     is_chunked = 0 < config.moe.expert_chunk_rows <= chunk
-    # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse degrees that do not divide.
+    # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse degrees
+    # that do not divide.
     degrees = {2 * ep, max(1, ep // 2)} - {ep}
     by_degree = [{"parallelism.expert_parallel_degree": str(degree)} for degree in degrees]
     return [{"moe.expert_chunk_rows": str(chunk)}] * (not is_chunked) + by_degree
@@ -85,10 +89,10 @@ def find_changes(
     """Simulate changes of a job that save memory, and return at most five that fit, the fastest first.
 
     Args:
-        job: Files and overrides that `config` was loaded from.
-        config: The job.
-        layout: Its layout.
-        profile: The hardware.
+        job: files and overrides that `config` was loaded from.
+        config: the job.
+        layout: its layout.
+        profile: the hardware.
     """
     trials = Search(job, layout.world_size, profile, what="changes tried: the job does not fit")
     for changes in candidates(config, layout, profile):  # one change is less than two
@@ -103,10 +107,10 @@ def suggest(
     """Simulate a job for `titan check`, and changes that may help if it does not fit.
 
     Args:
-        job: Files and overrides that `config` was loaded from.
-        config: The job.
-        layout: Its layout.
-        hardware: Name or file of a profile.
+        job: files and overrides that `config` was loaded from.
+        config: the job.
+        layout: its layout.
+        hardware: name or file of a profile.
 
     Returns:
         {"simulation": facts, "fixes": changes with which it fits}, or {"not_simulated": reason}. If

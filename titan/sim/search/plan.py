@@ -10,8 +10,9 @@ stay the job's, which is simulated as it is, too.
     then      neighbours of the fastest that fit (one setting changed), until `budget` candidates are simulated
     batch     the fastest is simulated with twice the global batch, or with --free global_batch with several
 
-candidates.py has the formula, and reasons.py the words. `budget` does not count the first row, except for degrees of EP.
-The page shows the best of each kind of layout (axes in use, and which cross nodes) before variants of it.
+candidates.py has the formula, and reasons.py the words. `budget` does not count the first row,
+except for degrees of EP. The page shows the best of each kind of layout (axes in use, and which
+cross nodes) before variants of it.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class Plan:
     """Result of a search.
 
     Attributes:
-        job: The job as it is.
-        ranked: Candidates that run: first those that fit, the fastest first, then the tight ones.
-        batches: The first of them, by other global batches in sequences.
+        job: the job as it is.
+        ranked: candidates that run: first those that fit, the fastest first, then the tight ones.
+        batches: the first of them, by other global batches in sequences.
     """
 
     job: Variant
@@ -73,9 +74,9 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
     """Simulate the job, its single changes, `budget` other candidates, and the best with another global batch.
 
     Args:
-        search: Search of the job.
-        budget: Number of candidates to simulate, without single changes of the job.
-        free_batch: Whether to try several global batches, rather than twice the job's alone.
+        search: search of the job.
+        budget: number of candidates to simulate, without single changes of the job.
+        free_batch: whether to try several global batches, rather than twice the job's alone.
 
     Returns:
         The job, and the candidates that run.
@@ -124,10 +125,10 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
     """Simulate the best plan with other global batches, and return the fastest that fits with each.
 
     Args:
-        search: Search of the job.
-        best: The best plan.
-        free: Whether to try half, 2, 4 and 8 times the batch, each with several local batches and modes of
-            recomputation, rather than twice the batch once.
+        search: search of the job.
+        best: the best plan.
+        free: whether to try half, 2, 4 and 8 times the batch, each with several local batches and
+            modes of recomputation, rather than twice the batch once.
     """
     if search.config.phase:  # which may have batches of their own
         return {}
@@ -145,7 +146,8 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
         # The formula's memory, corrected by what it misses of the best plan.
         missed = variant.needed_gib - search.estimated_gib(point)
         near = [p for p in near if other.estimated_gib(p) + missed < search.profile.usable_gib]
-        # The best mode of recomputation for each local batch: the formula knows little of what a larger one gains.
+        # The best mode of recomputation for each local batch: the formula knows little of what a
+        # larger one gains.
         modes = {p.batch: p for p in sorted(near, key=other.seconds, reverse=True)}
         tried[sequences] = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
     pairs = [(sequences, p) for sequences, points in tried.items() for p in points]

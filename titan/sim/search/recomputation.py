@@ -49,8 +49,8 @@ class _Run:
     """One run of an operation in a block.
 
     Attributes:
-        events: Numbers of its events.
-        until: Number of the next event that does not belong to it.
+        events: numbers of its events.
+        until: number of the next event that does not belong to it.
     """
 
     events: list[int] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Pair:
     """An operation's run in the forward pass, and its repetition.
 
     Attributes:
-        first: The forward run.
-        again: The repetition.
-        results: Blocks of memory with a result of the forward run, and with that of the repetition.
+        first: the forward run.
+        again: the repetition.
+        results: blocks of memory with a result of the forward run, and with that of the repetition.
     """
 
     first: _Run
@@ -77,11 +77,11 @@ class Block:
     """Operations of a block that are recomputed.
 
     Attributes:
-        runs: Runs of each call, for each microbatch.
-        sizes: Bytes of the results of each call that may be kept, for one microbatch.
-        seconds: Recomputation of each call, in a step.
-        whole: Bytes and seconds of keeping everything.
-        measured: Bytes and seconds of the choices that a compiled block has.
+        runs: runs of each call, for each microbatch.
+        sizes: bytes of the results of each call that may be kept, for one microbatch.
+        seconds: recomputation of each call, in a step.
+        whole: bytes and seconds of keeping everything.
+        measured: bytes and seconds of the choices that a compiled block has.
     """
 
     runs: dict[str, list[Pair]]
@@ -129,7 +129,8 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
         if phase == "recompute" and len(forward) == len(repeated):
             both = zip(forward, repeated, strict=True)
             pairs[layer][call] = [_pair(first, again, trace, freed) for first, again in both]
-    return {layer: _block(calls, trace, cost, freed) for layer, calls in pairs.items()}
+    sizes = {e.block: e.size_bytes for e in trace.step if isinstance(e, Allocate)}
+    return {n: _block(calls, trace, cost, freed, sizes) for n, calls in pairs.items()}
 
 
 def _frees(trace: Trace) -> dict[int, int]:
@@ -160,13 +161,16 @@ def _pair(first: _Run, again: _Run, trace: Trace, freed: Mapping[int, int]) -> P
 
 
 def _block(
-    runs: dict[str, list[Pair]], trace: Trace, cost: Cost, freed: Mapping[int, int]
+    runs: dict[str, list[Pair]],
+    trace: Trace,
+    cost: Cost,
+    freed: Mapping[int, int],
+    allocated: Mapping[int, int],
 ) -> Block:
-    """Return a block with its bytes and seconds."""
-    allocations = {e.block: e.size_bytes for e in trace.step if isinstance(e, Allocate)}
+    """Return a block with its bytes and seconds, from the bytes that each block of memory has."""
     results = {call: [again for _, again in pairs[0].results] for call, pairs in runs.items()}
     sizes = {
-        call: sum(allocations[number] for number in numbers)
+        call: sum(allocated[number] for number in numbers)
         for call, numbers in results.items()
         if call.partition("@")[0] in EXPENSIVE + _POINTWISE
     }
@@ -177,7 +181,7 @@ def _block(
     # A block that keeps everything holds the memory that the recomputation leaves when it ends.
     end = max(pairs[0].again.until for pairs in runs.values())
     held = sum(
-        allocations[number]
+        allocated[number]
         for numbers in results.values()
         for number in numbers
         if freed.get(number, end) >= end
@@ -215,7 +219,8 @@ def keep(trace: Trace, blocks: Blocks, kept: Mapping[int, Kept]) -> Trace:
                 works |= {event.work for event in events if isinstance(event, Transfer)}
                 made = {event.block for event in events if isinstance(event, Allocate)}
                 for first, second in pair.results:
-                    # Keeping everything means keeping the results that are needed after the recomputation.
+                    # Keeping everything means keeping the results that are needed after the
+                    # recomputation.
                     if calls is not None or freed.get(second, end) >= end:
                         dropped.add(freed[first])
                         ends[second] = first
@@ -240,9 +245,9 @@ def choose(trace: Trace, blocks: Blocks, extra: int) -> Choices:
     """Return the results that each block of a rank keeps.
 
     Args:
-        trace: Trace of the rank, keeping nothing.
-        blocks: Its blocks.
-        extra: Bytes that may be in use beyond the trace's own peak.
+        trace: trace of the rank, keeping nothing.
+        blocks: its blocks.
+        extra: bytes that may be in use beyond the trace's own peak.
     """
     if not blocks:
         return {}
@@ -294,9 +299,9 @@ def solve(blocks: Blocks, in_flight: Mapping[int, int], limits: Mapping[int, int
     """Return the choice that saves the most seconds.
 
     Args:
-        blocks: Blocks of a rank.
-        in_flight: Passes of each block that are in flight at the same time.
-        limits: Bytes that all blocks up to a block may keep in these passes, by the block's number.
+        blocks: blocks of a rank.
+        in_flight: passes of each block that are in flight at the same time.
+        limits: bytes that all blocks up to a block may keep in these passes, by the block's number.
             At least for the last block.
     """
     groups: dict[int, list[Option]] = {}
@@ -308,7 +313,8 @@ def solve(blocks: Blocks, in_flight: Mapping[int, int], limits: Mapping[int, int
     order = sorted(blocks)
     chosen = fill([groups[layer] for layer in order], [*map(limits.get, order)])
     kept = dict(zip(order, chosen, strict=True))
-    # The last of equal blocks keep the most: their backward passes come first. The bytes of all are the same.
+    # The last of equal blocks keep the most: their backward passes come first. The bytes of all are
+    # the same.
     for layers in alike:
         by_size = sorted((kept[layer] for layer in layers), key=blocks[layers[0]].cost)
         kept |= zip(layers, by_size, strict=True)
@@ -375,10 +381,10 @@ def measure(
     """Set the costs of the measured choices in each block.
 
     Args:
-        blocks: Blocks of all ranks.
-        traces: Traces of a compiled job with the choices of `samples`.
-        chosen: These choices.
-        cost: Prices of kernels and transfers.
+        blocks: blocks of all ranks.
+        traces: traces of a compiled job with the choices of `samples`.
+        chosen: these choices.
+        cost: prices of kernels and transfers.
     """
     num_bytes, seconds = Counter[int](), defaultdict[int, float](float)
     for trace in traces:

@@ -44,11 +44,11 @@ class Variant:
     """Settings of a job on some hardware, with their simulation.
 
     Attributes:
-        settings: Overrides of the job.
-        hardware: Name of the profile.
-        facts: Facts of titan.sim.simulate.facts, of all phases combined.
-        problem: Reason why there are none.
-        parts: Phases that are simulated so far.
+        settings: overrides of the job.
+        hardware: name of the profile.
+        facts: facts of titan.sim.simulate.facts, of all phases combined.
+        problem: reason why there are none.
+        parts: phases that are simulated so far.
     """
 
     settings: Settings
@@ -102,12 +102,13 @@ def simulate_variants(
     """Simulate a job with each of these settings on each profile.
 
     Args:
-        job: Files and overrides, as on the command line.
-        settings: Overrides of each variant: keys of the config, and WORLD_SIZE.
-        world_size: Number of ranks, for variants that do not say.
-        profiles: Hardware to price every variant on.
-        processes: Number of processes that trace at once. All cores by default.
-        progress: Called with the number of variants that are done, and all. Those that run have facts.
+        job: files and overrides, as on the command line.
+        settings: overrides of each variant: keys of the config, and WORLD_SIZE.
+        world_size: number of ranks, for variants that do not say.
+        profiles: hardware to price every variant on.
+        processes: number of processes that trace at once. All cores by default.
+        progress: called with the number of variants that are done, and all. Those that run have
+            facts.
 
     Returns:
         The variants, by settings and then by profile. A variant that cannot run has a `problem` and
@@ -178,17 +179,18 @@ def _price(
 
 @dataclass
 class Search:
-    """Search for settings of a job: it simulates the job with each of them once. Every command that chooses settings has one.
+    """Search for settings of a job: it simulates the job with each of them. Every command that chooses settings has one.
 
     Attributes:
-        job: Files and overrides, as on the command line.
-        world_size: Number of ranks.
-        profile: The hardware.
-        processes: Number of processes that trace at once. All cores by default.
-        what: Label of the progress.
-        total: Number of settings that will be simulated, as far as it is known.
-        known: Variants by settings.
-        stopped: Whether Ctrl-C has ended the search, so that variants lack facts and problem. None: it ends the command.
+        job: files and overrides, as on the command line.
+        world_size: number of ranks.
+        profile: the hardware.
+        processes: number of processes that trace at once. All cores by default.
+        what: label of the progress.
+        total: number of settings that will be simulated, as far as it is known.
+        known: variants so far.
+        stopped: whether Ctrl-C has ended the search, so that variants lack facts and problem. None:
+            it ends the command.
     """
 
     job: Sequence[str]
@@ -197,18 +199,14 @@ class Search:
     processes: int | None = None
     what: str = "candidates simulated"
     total: int = 0
-    known: dict[str, Variant] = field(default_factory=dict)
+    known: list[Variant] = field(default_factory=list)
     stopped: bool | None = None
     began_s: float = field(default_factory=time.monotonic)
 
     def __call__(self, settings: Iterable[Settings]) -> list[Variant]:
         """Return the job with each of these settings, simulated."""
-        wanted = {str(one): one for one in settings}
-        new = {key: one for key, one in wanted.items() if key not in self.known}
-        before = len(
-            self.known.keys() - {str({})}
-        )  # the job as it is counts with the next ones
-
+        # The job as it is counts with the next ones.
+        before = sum(bool(variant.settings) for variant in self.known)
         found: Sequence[Variant] = []
 
         def progress(done: int, variants: Sequence[Variant]) -> None:
@@ -219,15 +217,15 @@ class Search:
             if done and left:
                 spent_s = time.monotonic() - self.began_s
                 text += f", about {duration(spent_s / done * left)} left"
-            best = max((*self.known.values(), *variants), key=lambda v: v.fits * v.speed)
-            if best.fits:
+            best = max((*self.known, *variants), key=lambda v: v.fits * v.speed, default=None)
+            if best and best.fits:
                 text += f", best so far {best.speed:,.0f} tokens/s/GPU: {degrees(best.facts)}"
             say(text)
 
         try:
             found = simulate_variants(
                 self.job,
-                new.values(),
+                settings,
                 world_size=self.world_size,
                 profiles=[self.profile],
                 processes=self.processes,
@@ -237,8 +235,8 @@ class Search:
             if self.stopped is None:
                 raise
             self.stopped = True
-        self.known |= zip(new, found, strict=True)
-        return [self.known[key] for key in wanted]
+        self.known += found
+        return [*found]
 
 
 def front(variants: Sequence[Variant]) -> list[Variant]:
