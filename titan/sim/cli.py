@@ -178,10 +178,9 @@ def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]
 
     Return 1 if it does not fit.
     """
-    from .record.trace_jobs import TraceError
     from .replay.queues import ReplayError
     from .report.phases import phase_lines
-    from .simulate import HardwareError
+    from .simulate import FAILURES
 
     try:
         simulation, figures, more = run()
@@ -202,7 +201,7 @@ def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]
     # titan.cli handles it: the reader has gone, which is no error.
     except BrokenPipeError:  # of `titan sim ... | head`
         raise
-    except (HardwareError, TraceError, ReplayError, OSError) as error:
+    except (*FAILURES, OSError) as error:
         say("")
         print(error, file=sys.stderr)
         # A replay that cannot end is a bug of titan; other errors follow from the job or the

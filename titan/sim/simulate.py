@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,10 +23,10 @@ from .price.network import Dispatch
 from .price.profiles import Profile, load_profile
 from .record.trace import Launch, Trace, no_garbage_collection
 from .record.trace_cache import TraceRequest, get_traces
-from .record.trace_jobs import Prepare
+from .record.trace_jobs import Prepare, TraceError
 from .replay.host import host_facts
 from .replay.memory import MemoryReport, memory_report
-from .replay.queues import replay
+from .replay.queues import ReplayError, replay
 from .replay.timeline import Timeline
 from .report.communication import communication
 from .report.intervals import interval_facts, lacks_runs
@@ -133,6 +133,10 @@ def not_simulated(config: JobConfig, profile: Profile) -> str:
 
 class HardwareError(ValueError):
     """Hardware that cannot run the job. The message is for the user."""
+
+
+FAILURES = (HardwareError, TraceError, ReplayError)
+"""Errors of a job that has no simulation. Their messages are for the user."""
 
 
 def simulate(
@@ -368,7 +372,7 @@ def _other_speeds(simulation: StepSimulation) -> Facts:
     kernels = {id(e.kernel): e.kernel for e in trace.step if isinstance(e, Launch)}
 
     def busy_s(profile: Profile) -> float:
-        cost = simulation.cost.on(profile)
+        cost = replace(simulation.cost, profile=profile)
         return sum(n * cost.kernel_s(kernels[key]) for key, n in counts.items())
 
     timeline, own_s = simulation.timeline, busy_s(simulation.profile)

@@ -77,10 +77,6 @@ class Cost:
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
 
-    def on(self, profile: Profile) -> Cost:
-        """Return the prices of the same job on another profile."""
-        return Cost(profile, self.dispatch, self.unevenness, self.document_keys, self.alone)
-
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds that the device takes for a kernel."""
         known = self._kernels.get(kernel)

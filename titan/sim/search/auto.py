@@ -197,12 +197,12 @@ def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
         f"fastest of {len(tried)} layouts in simulation, of {len(search.points):,} that may fit by formula: "
         f"{tried[best].speed:,.0f} tokens/s/GPU, {tried[best].needed_gib:.1f} GiB"
     )
-    if not others:
-        return _choice(search, best, text, "")
-    second = tried[others[0]]
-    text += f"; against the runner-up: {reason(tried[best].facts, second.facts)}"
-    slower = 1 - second.speed / tried[best].speed
-    return _choice(search, best, text, f"{_describe(others[0])}, {slower:.0%} slower")
+    slower = ""
+    if others:
+        second = tried[others[0]]
+        text += f"; against the runner-up: {reason(tried[best].facts, second.facts)}"
+        slower = f", {1 - second.speed / tried[best].speed:.0%} slower"
+    return _choice(search, search.fitting, text, slower)
 
 
 def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:
@@ -220,16 +220,19 @@ def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:
         text = (
             f"data parallelism; by formula, models below {size} parameters are not to be judged"
         )
-    runner_up = f"{_describe(second)}{slower}" if first[1:] else ""
-    text = f"{text}; {why}"
-    return _choice(search, best, text, runner_up)
+    return _choice(search, first, f"{text}; {why}", slower)
 
 
-def _choice(search: LayoutSearch, point: Point, text: str, runner_up: str) -> ChosenLayout:
+def _choice(
+    search: LayoutSearch, points: Sequence[Point], text: str, slower: str
+) -> ChosenLayout:
+    """Return the first of these points, with the next one as the runner-up."""
+    best, *others = points
     ranks = f"{search.world_size} x {search.profile.name}"
     # Keys that the user sets are not among the settings.
-    settings = {_LAYOUT: "fixed", _REASON: f"{_describe(point)}: {text}"}
-    return ChosenLayout(settings | search.settings(point), runner_up, ranks)
+    settings = {_LAYOUT: "fixed", _REASON: f"{_describe(best)}: {text}"}
+    runner_up = f"{_describe(others[0])}{slower}" if others else ""
+    return ChosenLayout(settings | search.settings(best), runner_up, ranks)
 
 
 def _describe(point: Point) -> str:

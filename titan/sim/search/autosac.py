@@ -25,10 +25,8 @@ from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.record.trace import Trace
-from titan.sim.record.trace_jobs import TraceError
-from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import say
-from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
+from titan.sim.simulate import FAILURES, GIB, Simulation, facts, price, simulate
 
 from .command import show
 from .knapsack import Kept
@@ -75,7 +73,7 @@ _OTHERS: dict[str, Settings] = {
 def settings(lines: Sequence[str]) -> Settings:
     """Return a choice as settings of a job."""
     text = ", ".join(f'"{line}"' for line in lines)
-    kept = _OP | _NO_MODULES | {"op_keep": "[]", "op_keep_by_block": f"[{text}]"}
+    kept = _OP | {"op_keep": "[]", **_NO_MODULES, "op_keep_by_block": f"[{text}]"}
     return {_KEY + key: value for key, value in kept.items()}
 
 
@@ -204,8 +202,8 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
     others = dict(_OTHERS)
     if compiles_model(config):
         for share in ("0.25", "0.5", "0.75"):
-            budget = {"mode": "memory_budget", "memory_budget": share}
-            others[f"memory_budget {share}"] = budget | _NO_MODULES
+            budget = {"mode": "memory_budget", **_NO_MODULES, "memory_budget": share}
+            others[f"memory_budget {share}"] = budget
     search.what = "others simulated"
     try:
         say("choosing")
@@ -214,7 +212,7 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
         compared = search(
             plain | {_KEY + k: v for k, v in one.items()} for one in others.values()
         )
-    except (HardwareError, TraceError, ReplayError) as error:
+    except FAILURES as error:
         say("")
         print(error, file=sys.stderr)
         return 2

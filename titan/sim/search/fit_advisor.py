@@ -10,12 +10,10 @@ from titan.config.errors import divisors
 from titan.config.layout import AXES, Layout
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, load_profile, profile_names
-from titan.sim.record.trace_jobs import TraceError
-from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
 from titan.sim.routing import most_imbalance
-from titan.sim.simulate import HardwareError, facts
+from titan.sim.simulate import FAILURES, facts
 
 from .point import Settings, words
 from .variants import Search, Variant
@@ -132,7 +130,7 @@ def suggest(
             job = [*job, f"--simulator.expert_imbalance={imbalance}"]
         is_safe = simulation.fits and imbalance is None
         fitting = [] if is_safe else find_changes(job, config, layout, profile)
-    except (HardwareError, TraceError, ReplayError) as error:
+    except FAILURES as error:
         return {"not_simulated": str(error)}
     finally:
         say("")

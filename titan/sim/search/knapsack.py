@@ -1,13 +1,13 @@
-"""Choice of an option for each of several groups, of the most value within limits of size: a knapsack, solved exactly.
+"""A knapsack, solved exactly: an option for each of several groups, of the most value within limits.
 
 With the groups in order, and a limit on the sizes of the first n together,
 
     best[n](u) = max over options (size, value) of group n with size <= u:   best[n - 1](u - size) + value
     best[n](u) = best[n](limit[n])   for u above the group's limit
 
-where u counts units: sizes are rounded up to 1/16384 of the largest limit. Example: groups {(0, 0),
-(3, 2.0)} and {(0, 0), (2, 1.5)} with limits 3 and 4: both together need 5, so that the first keeps
-(3, 2.0) and the second (0, 0).
+where u counts units: sizes are rounded up to 1/16384 of the largest limit. Example: groups
+{(0, 0), (3, 2.0)} and {(0, 0), (2, 1.5)} with limits 3 and 4. Both second options together need 5,
+so that the first group keeps (3, 2.0), and the second (0, 0).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def fill(groups: Sequence[Sequence[Option]], limits: Sequence[int | None]) -> li
 
     Args:
         groups: the options of each group, by rising size.
-        limits: the largest size of all groups up to each; None: no other than that of the next. The
-            last group has one.
+        limits: the largest size of all groups up to each, or None without such a limit. The last
+            group has one.
     """
     most = max(limit or 0 for limit in limits)
     unit = max(1, -(-most // _UNITS))
