@@ -356,7 +356,7 @@ class LayoutSearch(Search):
         found: list[Point] = []
         for point in points:
             variant = self.tried[point]
-            if variant.facts and not variant.fits:
+            if not (variant.fits or variant.problem):
                 most = self.profile.usable_gib - variant.needed_gib + self.estimated_gib(point)
                 found += self.data_parallel(spreads_experts=point.ep > 1, below_gib=most)
         return found
@@ -365,10 +365,11 @@ class LayoutSearch(Search):
         """Simulate points, and return the job with other settings. Points that a stop left out are not noted as tried."""
         found = self([*others, *map(self.settings, points)])
         pairs = zip(points, found[len(others) :], strict=True)
-        self.tried |= {point: one for point, one in pairs if one.facts or one.problem}
+        has_all = not self.stopped
+        self.tried |= {p: one for p, one in pairs if has_all or one.facts or one.problem}
         return found[: len(others)]
 
-    def ranked(self, own: Point | None = None) -> list[Point]:
+    def ranked(self, own: Point | None) -> list[Point]:
         """Return the tried points that run: first those that fit, the fastest first. The job's own is the last of equals."""
         runs = (p for p, variant in self.tried.items() if variant.fits or variant.is_tight)
         order = {p: (self.tried[p].is_tight, -self.tried[p].speed, p == own) for p in runs}
@@ -377,7 +378,8 @@ class LayoutSearch(Search):
     @property
     def fitting(self) -> list[Point]:
         """Tried points that fit, the fastest first."""
-        return [point for point in self.ranked() if self.tried[point].fits]
+        fits = [point for point, variant in self.tried.items() if variant.fits]
+        return sorted(fits, key=lambda point: -self.tried[point].speed)
 
     def untried(self) -> list[Point]:
         """Return the most promising legal point of each kind of which none was chosen, the most promising first."""
