@@ -352,8 +352,13 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
     peaks, world = simulation.profile.peak_tflops, simulation.layout.world_size
     eight = Counter[str]()
     for trace in simulation.traces.values():
-        launches = [event for event in trace.step if isinstance(event, Launch)]
-        for kernel in (e.kernel for e in launches if e.scope.phase in ("forward", "backward")):
+        for event in trace.step:
+            if not isinstance(event, Launch) or event.scope.phase not in (
+                "forward",
+                "backward",
+            ):
+                continue
+            kernel = event.kernel
             if kernel.kind == "matmul" and kernel.dtype.startswith("float8"):
                 eight[peak_dtype(kernel.dtype, simulation.profile)] += kernel.flops
     tokens_per_rank = simulation.tokens_per_step / world * len(simulation.traces)

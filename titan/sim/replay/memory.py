@@ -322,7 +322,7 @@ def _steps(trace: Trace, states: list[Allocate]) -> Iterator[Allocate | Free]:
     """
     before = {e.block: e for e in (*trace.setup, *trace.first_step) if isinstance(e, Allocate)}
     own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
-    kept = own.keys() - {e.block for e in trace.step if isinstance(e, Free)}
+    freed = {e.block for e in trace.step if isinstance(e, Free)}
     # Numbers of the n-th repetition are shifted by n strides, so they never collide.
     stride = max([*before, *own], default=0) + 1
     # Blocks that the previous repetition left, by size and module, oldest first.
@@ -352,5 +352,5 @@ def _steps(trace: Trace, states: list[Allocate]) -> Iterator[Allocate | Free]:
         states = []
         # Only now may the next repetition free the memory that this one leaves.
         for block, event in own.items():
-            if block in kept:
+            if block not in freed:
                 left[event.size_bytes, event.scope.module].append(block + offset)

@@ -162,10 +162,9 @@ def choose(
     elif simulate:
         found = _by_simulation(search)
     choice = _by_formula(search, found) if isinstance(found, str) else found
-    if not simulate:
-        return choice
-    with suppress(OSError):  # the cache only saves time
-        write_text_atomically(file, json.dumps(asdict(choice)))
+    if simulate:
+        with suppress(OSError):  # the cache only saves time
+            write_text_atomically(file, json.dumps(asdict(choice)))
     return choice
 
 

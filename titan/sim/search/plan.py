@@ -133,7 +133,7 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
     if search.config.phase:  # which may have batches of their own
         return {}
     point, variant = best
-    tried: dict[int, list[Point]] = {}
+    pairs: list[tuple[int, Point]] = []
     for sequences in (int(search.global_batch * f) for f in ((0.5, 2, 4, 8) if free else (2,))):
         other = LayoutSearch(
             search.job,
@@ -149,8 +149,8 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
         # The best mode of recomputation for each local batch: the formula knows little of what a
         # larger one gains.
         modes = {p.batch: p for p in sorted(near, key=other.seconds, reverse=True)}
-        tried[sequences] = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
-    pairs = [(sequences, p) for sequences, points in tried.items() for p in points]
+        largest = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
+        pairs += [(sequences, p) for p in largest]
     layers = search.model.n_layers
     found = search(p.settings(sequences, num_layers=layers) for sequences, p in pairs)
     # Of each batch, the fastest that fits, or what needs least.
