@@ -171,9 +171,10 @@ def test_keys_that_the_job_sets_are_held(job: Path, words: list[str], ranks: int
         assert "activation_checkpoint.mode" in choice.settings
 
 
-def test_degrees_that_leave_nothing_are_named(job: Path) -> None:
+@pytest.mark.parametrize("hardware", ["cpu", "h100-sxm"])
+def test_degrees_that_leave_nothing_are_named(job: Path, hardware: str) -> None:
     with pytest.raises(ConfigError) as error:
-        choose([str(job), "--parallelism.tensor_parallel_degree=3"], 4)
+        choose([str(job), "--parallelism.tensor_parallel_degree=3"], 4, hardware)
     (line,) = map(str, error.value.problems)
     assert line.startswith(f"{job}:17: parallelism.layout: ")
     assert "parallelism.tensor_parallel_degree: none has degrees that divide" in line
@@ -181,8 +182,10 @@ def test_degrees_that_leave_nothing_are_named(job: Path) -> None:
     job.write_text(
         JOB.format(run="run") + "[[phase]]\nfrom_step = 2\ncontext_parallel_degree = 2\n"
     )
-    with pytest.raises(ConfigError, match=r"3 x cpu: the job's rules refuse all .*: 3 ranks"):
-        choose([str(job)], 3)
+    with pytest.raises(
+        ConfigError, match=rf"3 x {hardware}: the job's rules refuse all .*: 3 ranks"
+    ):
+        choose([str(job)], 3, hardware)
 
 
 def test_the_choice_is_the_planners(job: Path) -> None:

@@ -40,10 +40,10 @@ from titan.sim.replay.memory import memory_report
 from titan.sim.replay.queues import replay
 from titan.sim.search.autosac import autosac, to_lines
 from titan.sim.search.command import settings_overlay
+from titan.sim.search.knapsack import Kept
 from titan.sim.search.plan import main
 from titan.sim.search.recomputation import (
     Block,
-    Kept,
     choose,
     find_blocks,
     keep,

@@ -16,6 +16,7 @@ from titan.sim.record.trace import (
     AwaitWork,
     Event,
     Group,
+    Kernel,
     Launch,
     RecordEvent,
     Scope,
@@ -226,6 +227,17 @@ def test_transfers_of_one_group_queue_and_those_of_one_work_do_not() -> None:
     assert us(together.step_s) == 50
 
 
+def test_messages_of_one_work_pair_in_order() -> None:
+    """Two sends to one peer: each belongs to the receive of its own turn."""
+    traces = {}
+    for rank, kind, peer in ((0, "send", 8), (8, "recv", 0)):
+        sides = [transfer(n, group="pp", work=1, kind=kind, peer=peer) for n in (10, 30)]
+        group = Group("pp", ("pp",), (0, 8))
+        traces[rank] = trace([*sides, AwaitWork(0, 1)], group, rank=rank, world_size=16)
+    # On one link each has half the rate: the short one ends at 20 us.
+    assert us(replay(traces, FixedCost(), steps=1).step_s) == 40
+
+
 def test_transfers_share_links() -> None:
     both: list[Event] = [transfer(100, group="dp", work=1), transfer(50, group="tp", work=2)]
     timeline = play([*both, AwaitWork(0, 1), AwaitWork(0, 2)])
@@ -247,6 +259,14 @@ def test_kernels_share_the_device_and_host_copies_do_not() -> None:
     copy = Launch(type(copy)("copy", "host_copy", read_bytes=20), 1, Scope("forward"))
     beside = play([launch(60), copy, AwaitStream(0, 1)])
     assert us(beside.step_s) == 60
+
+
+def test_the_slowest_device_copies_as_fast_as_the_others() -> None:
+    profile = load_profile("h100-sxm").model_copy(update={"speed_deviation": 0.1})
+    for kind, is_slower in (("pointwise", True), ("host_copy", False)):
+        event = Launch(Kernel("work", kind, read_bytes=20), 0, Scope("forward"))
+        timeline = replay({0: trace([event], world_size=512)}, FixedCost(profile), steps=1)
+        assert (timeline.step_s > 21e-6) == is_slower
 
 
 def test_compute_slows_down_beside_a_transfer() -> None:

@@ -148,9 +148,14 @@ def _simulate(options: Namespace, job: list[str]) -> int:
 
     if run and config.phase:
         raise mistake("--measured", "is for a job of one phase")
-    how: dict[str, Any] = {"world_size": size, "profile": profile, "say": say}
-    how |= {"processes": options.processes, "whole": options.whole}
-    how |= {"use_cache": not options.no_cache}
+    how: dict[str, Any] = {
+        "world_size": size,
+        "profile": profile,
+        "say": say,
+        "processes": options.processes,
+        "whole": options.whole,
+        "use_cache": not options.no_cache,
+    }
 
     def run_job() -> tuple[StepSimulation, Facts, str]:
         parts = simulate_phases(config, **how)
@@ -174,10 +179,9 @@ def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]
 
     Return 1 if it does not fit.
     """
-    from .record.trace_jobs import TraceError
     from .replay.queues import ReplayError
     from .report.phases import phase_lines
-    from .simulate import HardwareError
+    from .simulate import FAILURES
 
     try:
         simulation, figures, more = run()
@@ -198,10 +202,11 @@ def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]
     # titan.cli handles it: the reader has gone, which is no error.
     except BrokenPipeError:  # of `titan sim ... | head`
         raise
-    except (HardwareError, TraceError, ReplayError, OSError) as error:
+    except (*FAILURES, OSError) as error:
         say("")
         print(error, file=sys.stderr)
-        # A replay that cannot end is a bug of titan; other errors follow from the job or the hardware.
+        # A replay that cannot end is a bug of titan; other errors follow from the job or the
+        # hardware.
         return 1 if isinstance(error, ReplayError) else 2
     phases_run = all(row["fits"] or row["tight"] for row in figures.get("phases", ()))
     return 0 if simulation.runs and phases_run else 1
@@ -215,6 +220,7 @@ def _sweep(options: Namespace, job: list[str]) -> int:
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}
+    known = known_options(_parser())
     for text in options.sweep:
         key, _, values = text.partition("=")
         if not values:
@@ -228,7 +234,7 @@ def _sweep(options: Namespace, job: list[str]) -> int:
                 if not value.isdecimal() or not int(value):
                     raise mistake("--sweep", f"'{text}': expected numbers of at least 1")
                 continue
-            load_from_argv([*job, f"--{key}={value}"], options=known_options(_parser()))
+            load_from_argv([*job, f"--{key}={value}"], options=known)
     profiles: dict[str, Profile] = {}
     for profile in map(load_profile, options.hardware.split(",")):
         if profiles.setdefault(profile.name, profile) != profile:
@@ -237,7 +243,7 @@ def _sweep(options: Namespace, job: list[str]) -> int:
             )
             raise mistake("--hardware", message)
     # Report mistakes of the job itself before thousands of variants.
-    load_from_argv(job, options=known_options(_parser()))
+    load_from_argv(job, options=known)
     start = time.monotonic()
     variants = simulate_variants(
         job,

@@ -1,7 +1,7 @@
 """Length of the documents that a job packs into sequences. Imports no torch.
 
-Under a document mask, a token sees the tokens of its own document alone, so the lengths decide what attention costs. They are in the
-data, or in `simulator.document_tokens`.
+Under a document mask, a token sees the tokens of its own document alone, so the lengths decide what
+attention costs. They are in the data, or in `simulator.document_tokens`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _SAMPLE = 2_000_000
 def document_keys(config: JobConfig) -> float | None:
     """Return the mean number of keys that a token sees in its document, its own included; 0 without a document mask.
 
-    Documents are cut where a sequence ends. None if nothing tells their lengths: then attention costs as much as without a mask.
+    Documents are cut where a sequence ends. None if nothing tells their lengths: then attention
+    costs as much as without a mask.
     """
     if not config.data.document_mask:
         return 0.0

@@ -223,8 +223,9 @@ def _in_flight(config: JobConfig, layout: Layout) -> float:
     # GPipe runs all forward passes first. Without a pipeline there is one forward pass.
     if layout.pp == 1 or schedule == "GPipe":
         return 1.0
-    # 1F1B: one microbatch for each rank. Interleaved schedules with two stages on a rank hold more before the first
-    # backward pass: 3 pp - 1 microbatches, of half the blocks each (arXiv:2104.04473, section 2.2).
+    # 1F1B: one microbatch for each rank. Interleaved schedules with two stages on a rank hold more
+    # before the first backward pass: 3 pp - 1 microbatches, of half the blocks each
+    # (arXiv:2104.04473, section 2.2).
     held = 1.5 * layout.pp - 0.5 if schedule.startswith("Interleaved") else layout.pp
     return min(held, num_microbatches) / num_microbatches
 
@@ -264,8 +265,9 @@ def _unsharded_bytes(
 
     FSDP2's units are blocks and the modules at each end. Gathered (or cast) parameters: with ZeRO-3
     the output layer, the kept blocks and the next unit; with ZeRO-2 and DDP all of them. Gradients
-    not yet reduced: one block and the output layer; all gradients while replicas accumulate, if they
-    are reduced once a step, and in a pipeline. A single rank in the master precision uses the parameters as they are stored.
+    not yet reduced: one block and the output layer; all gradients while replicas accumulate, if
+    they are reduced once a step, and in a pipeline. A single rank in the master precision uses the
+    parameters as they are stored.
     """
     training = config.training
     param_bytes = _BYTES[training.compute_dtype]
@@ -281,10 +283,12 @@ def _unsharded_bytes(
     per_unit = config.parallelism.fsdp_blocks_per_unit
     kept = ceil(config.parallelism.fsdp_kept_blocks / per_unit) * per_unit
     blocks = layers if keeps_all else min(kept + per_unit, layers)
-    # Parameters outside blocks: embedding, last norm, output layer. The embedding is freed, unless it is the output layer.
+    # Parameters outside blocks: embedding, last norm, output layer. The embedding is freed, unless
+    # it is the output layer.
     ends = model.num_params - _in_blocks(model, num_blocks(model))
     ends = ends if layout.pp == 1 and keeps_all else model.num_embedding_params
-    # Expert parallelism splits experts, and tensor parallelism all other weights. The last line divides by tp.
+    # Expert parallelism splits experts, and tensor parallelism all other weights. The last line
+    # divides by tp.
     stacked, ep = stacked_params(model), config.parallelism.expert_parallel_degree
     block = model.num_block_params - stacked + stacked * layout.tp / ep
     gathered = param_bytes * (ends + blocks * block)

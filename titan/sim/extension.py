@@ -1,6 +1,7 @@
 """Base class of packages' additions to `titan sim`. Imports no torch.
 
-A package registers its subclass under the entry point group `titan.extensions` as sim.NAME (titan/config/plug_ins.py).
+A package registers its subclass under the entry point group `titan.extensions` as sim.NAME
+(titan/config/plug_ins.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class SimExtension:
     """Additional options, facts and files of a simulation. A subclass overrides the methods that it needs.
 
     Attributes:
-        files: Names of the extension's options that are paths of written files, such as "trace" of --trace.
+        files: names of the extension's options that are paths of written files, such as "trace" of
+            --trace.
     """
 
     files: tuple[str, ...] = ()
@@ -34,11 +36,11 @@ class SimExtension:
         """Run in place of a simulation, and return the exit code. None: the options ask for no such thing.
 
         Args:
-            options: Parsed options of the command.
-            job: All other arguments: a job's files and keys, or misspelled options.
+            options: parsed options of the command.
+            job: all other arguments: a job's files and keys, or misspelled options.
 
         Raises:
-            ConfigError: An option is a mistake.
+            ConfigError: an option is a mistake.
         """
         return None
 
@@ -46,19 +48,19 @@ class SimExtension:
         """Check the options against the job.
 
         Args:
-            options: Parsed options of the command.
-            config: The job.
+            options: parsed options of the command.
+            config: the job.
 
         Raises:
-            ConfigError: An option does not go with the job.
+            ConfigError: an option does not go with the job.
         """
 
     def facts(self, simulation: Simulation, **how: Any) -> Facts:
         """Return additional facts of a job's first phase, for --json and the page.
 
         Args:
-            simulation: The simulated job.
-            **how: Arguments of `simulate`.
+            simulation: the simulated job.
+            **how: arguments of `simulate`.
         """
         return {}
 
@@ -74,11 +76,11 @@ class SimExtension:
         """Write the files that the options name.
 
         Args:
-            simulation: The simulated step.
-            options: Parsed options of the command.
+            simulation: the simulated step.
+            options: parsed options of the command.
 
         Raises:
-            OSError: A file cannot be written.
+            OSError: a file cannot be written.
         """
 
 

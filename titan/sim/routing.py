@@ -11,9 +11,9 @@ forward pass:
     a file     p of each layer as a run counted them (experts.json), in the order of its experts
 
 The tokens of a rank are drawn from a normal distribution with the mean N q and the variance N q (1
-- q) of a multinomial one, where q is the sum of its experts' shares. The load of a step is the mean over
-layers of the busiest rank's tokens, divided by N / C. Draws are seeded, so equal jobs give equal
-figures. Tokens of a text are alike, so the real noise is larger than a multinomial one.
+- q) of a multinomial one, where q is the sum of its experts' shares. The load of a step is the mean
+over layers of the busiest rank's tokens, divided by N / C. Draws are seeded, so equal jobs give
+equal figures. Tokens of a text are alike, so the real noise is larger than a multinomial one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,19 +23,20 @@ from .price.network import Dispatch
 from .price.profiles import Profile, load_profile
 from .record.trace import Launch, Trace, no_garbage_collection
 from .record.trace_cache import TraceRequest, get_traces
-from .record.trace_jobs import Prepare
+from .record.trace_jobs import Prepare, TraceError
 from .replay.host import host_facts
 from .replay.memory import MemoryReport, memory_report
-from .replay.queues import replay
+from .replay.queues import ReplayError, replay
 from .replay.timeline import Timeline
 from .report.communication import communication
 from .report.intervals import interval_facts, lacks_runs
 from .routing import busiest_rank
 
 GIB = 2**30
-_MOST_UTILIZED = 0.8
-"""Share of the peak that no step reaches: matmuls alone reach 0.74 on an H100."""
 Facts = dict[str, Any]
+_PARTS = ("compute_s", "copies_s", "host_s", "host_busy_s", "peers_s")
+_SUMS = ("by_phase_s", "by_kind_s", "by_module_s", "span_s")
+"""Times of a step: means over the traced ranks."""
 
 
 @dataclass
@@ -43,13 +44,13 @@ class StepSimulation:
     """Simulated step.
 
     Attributes:
-        world_size: Number of ranks.
-        profile: The hardware.
-        traces: Traces by global rank, with one rank of each kind.
-        timeline: Timeline of these ranks.
-        memory: Memory of these ranks.
-        wall_s: Duration of the simulation.
-        cost: Prices of kernels and transfers.
+        world_size: number of ranks.
+        profile: the hardware.
+        traces: traces by global rank, with one rank of each kind.
+        timeline: timeline of these ranks.
+        memory: memory of these ranks.
+        wall_s: duration of the simulation.
+        cost: prices of kernels and transfers.
     """
 
     world_size: int
@@ -91,11 +92,11 @@ class Simulation(StepSimulation):
     """Simulated step of a job, with one rank of each pipeline stage.
 
     Attributes:
-        config: The job.
-        layout: Its layout.
-        fits_up_to: Largest load of the busiest rank of experts that fits, as a multiple of the mean
+        config: the job.
+        layout: its layout.
+        fits_up_to: largest load of the busiest rank of experts that fits, as a multiple of the mean
         (titan.sim.report.imbalance). None: not asked for, or the job does not fit as it is.
-        routed: Spread of time and load over steps, with experts on several ranks.
+        routed: spread of time and load over steps, with experts on several ranks.
     """
 
     config: JobConfig
@@ -134,6 +135,10 @@ class HardwareError(ValueError):
     """Hardware that cannot run the job. The message is for the user."""
 
 
+FAILURES = (HardwareError, TraceError, ReplayError)
+"""Errors of a job that has no simulation. Their messages are for the user."""
+
+
 def simulate(
     config: JobConfig,
     *,
@@ -148,27 +153,27 @@ def simulate(
     """Simulate a step of a job that passed titan.checks.rules.
 
     Args:
-        config: The job.
-        world_size: Number of ranks.
-        profile: The devices and their network.
-        processes: Number of processes that trace at once. All cores by default.
-        whole: Trace every block, even if all are alike.
-        use_cache: Read and write traces in the user's cache folder.
-        prepare: Called in each tracing process, to change torch or the model. Such traces are not
+        config: the job.
+        world_size: number of ranks.
+        profile: the devices and their network.
+        processes: number of processes that trace at once. All cores by default.
+        whole: trace every block, even if all are alike.
+        use_cache: read and write traces in the user's cache folder.
+        prepare: called in each tracing process, to change torch or the model. Such traces are not
             cached.
-        say: Called with a line on the progress.
+        say: called with a line on the progress.
 
     Returns:
         The simulated step, with a trace, a timeline and a memory report for one rank of each
             pipeline stage.
 
     Raises:
-        ConfigError: The layout does not suit the world size.
-        HardwareError: The hardware cannot run the job.
-        TraceError: The job cannot be traced.
-        ReplayError: The traced ranks wait for each other forever.
+        ConfigError: the layout does not suit the world size.
+        HardwareError: the hardware cannot run the job.
+        TraceError: the job cannot be traced.
+        ReplayError: the traced ranks wait for each other forever.
     """
-    start = time.monotonic()
+    start_s = time.monotonic()
     if reason := not_simulated(config, profile):
         raise HardwareError(reason)
     config = config.on_device(profile.device_kind)
@@ -189,65 +194,48 @@ def simulate(
         if isinstance(traces, Exception):
             raise traces
         say("replaying")
-        return price(config, request.layout, traces, profile, started=start)
+        simulation = price(config, request.layout, traces, profile)
+    simulation.wall_s = time.monotonic() - start_s
+    return simulation
 
 
 def price(
-    config: JobConfig,
-    layout: Layout,
-    traces: dict[int, Trace],
-    profile: Profile,
-    *,
-    started: float | None = None,
+    config: JobConfig, layout: Layout, traces: dict[int, Trace], profile: Profile
 ) -> Simulation:
     """Price and replay existing traces of a job on some hardware.
 
     Args:
-        config: The job.
-        layout: Its layout.
-        traces: Traces by global rank, one rank of each stage.
-        profile: The hardware.
-        started: Time from which the duration of the simulation counts. None: now.
+        config: the job.
+        layout: its layout.
+        traces: traces by global rank, one rank of each stage.
+        profile: the hardware.
 
     Returns:
         The simulated step.
 
     Raises:
-        ConfigError: The profile lacks the job's kernel of attention.
-        ReplayError: The traced ranks wait for each other forever.
+        ConfigError: the profile lacks the job's kernel of attention.
+        ReplayError: the traced ranks wait for each other forever.
     """
+    section, model = config.simulator, config.model.sizes
     profile = profile.with_attention(
-        config.simulator.attention_kernel, torch_version=config.simulator.torch_version
+        section.attention_kernel, torch_version=section.torch_version
     )
-    expandable = config.training.expandable_segments
-    is_deepep = config.simulator.dispatch == "deepep"
-    model = config.model.sizes
-    dispatch = Dispatch.of(model) if is_deepep else None
-    known_keys = document_keys(config)
     cost = Cost(
         profile,
-        dispatch,
+        Dispatch.of(model) if section.dispatch == "deepep" else None,
         unevenness=routing_exponent(config, model),
-        document_keys=known_keys or 0.0,
+        document_keys=document_keys(config) or 0.0,
     )
-    busiest = busiest_rank(config, model, layout)
-    parts = replayed(traces, cost, expandable=expandable, busiest=busiest, started=started)
-    used = utilized(traces, cost) / parts[0].step_s
-    assert used < _MOST_UTILIZED, f"a fault of titan: {used:.0%} of the peak is used"
-    return Simulation(layout.world_size, profile, traces, *parts, config, layout)
-
-
-def utilized(traces: dict[int, Trace], cost: Cost) -> float:
-    """Return the seconds that matmuls and attention of the busiest rank take at the peak."""
-    kinds = ("matmul", "attention", "attention_backward")
-    return max(
-        sum(
-            cost.peak_s(event.kernel)
-            for event in trace.step
-            if isinstance(event, Launch) and event.kernel.kind in kinds
-        )
-        for trace in traces.values()
+    start_s = time.monotonic()
+    parts = replayed(
+        traces,
+        cost,
+        expandable=config.training.expandable_segments,
+        busiest=busiest_rank(config, model, layout),
     )
+    wall_s = time.monotonic() - start_s
+    return Simulation(layout.world_size, profile, traces, *parts, wall_s, cost, config, layout)
 
 
 def replayed(
@@ -256,35 +244,30 @@ def replayed(
     *,
     expandable: bool,
     busiest: float = 1.0,
-    started: float | None = None,
-) -> tuple[Timeline, dict[int, MemoryReport], float, Cost]:
-    """Replay traces in time and in memory, and return the last fields of a StepSimulation.
+) -> tuple[Timeline, dict[int, MemoryReport]]:
+    """Replay traces in time and in memory.
 
     Args:
-        traces: Traces by global rank.
-        cost: Prices of kernels and transfers.
+        traces: traces by global rank.
+        cost: prices of kernels and transfers.
         expandable: `training.expandable_segments`.
-        busiest: Tokens of the traced ranks' experts, over the mean.
-        started: Time from which the seconds count. None: now.
+        busiest: tokens of the traced ranks' experts, over the mean.
     """
-    started = time.monotonic() if started is None else started
     cost.alone = all(trace.world_size == 1 for trace in traces.values())
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
-    timeline = replay(traces, cost, busiest=busiest)
-    profile = cost.profile
     memory = {
-        rank: memory_report(trace, profile, expandable=expandable)
+        rank: memory_report(trace, cost.profile, expandable=expandable)
         for rank, trace in traces.items()
     }
-    return timeline, memory, time.monotonic() - started, cost
+    return replay(traces, cost, busiest=busiest), memory
 
 
 def step_facts(simulation: StepSimulation) -> Facts:
     """Return the facts of any simulated step, as data for JSON.
 
     Args:
-        simulation: The simulated step.
+        simulation: the simulated step.
 
     Returns:
         A dict whose fields docs/simulator.md defines. Times are in seconds, memory is in GiB.
@@ -307,15 +290,8 @@ def step_facts(simulation: StepSimulation) -> Facts:
         "fits": simulation.fits,
         "tight": simulation.runs and not simulation.fits,
         "time": {
-            "compute_s": timeline.mean("compute_s"),
-            "by_phase_s": timeline.mean_by("by_phase_s"),
-            "by_kind_s": timeline.mean_by("by_kind_s"),
-            "by_module_s": timeline.mean_by("by_module_s"),
-            "span_s": timeline.mean_by("span_s"),
-            "copies_s": timeline.mean("copies_s"),
-            "host_s": timeline.mean("host_s"),
-            "host_busy_s": timeline.mean("host_busy_s"),
-            "peers_s": timeline.mean("peers_s"),
+            **{name: timeline.mean(name) for name in _PARTS},
+            **{name: timeline.mean_by(name) for name in _SUMS},
         },
         "comm": communication(timeline, simulation.traces, profile, simulation.cost.dispatch),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
@@ -330,7 +306,7 @@ def facts(simulation: Simulation) -> Facts:
     """Return a simulated job as data for JSON.
 
     Args:
-        simulation: The simulated job.
+        simulation: the simulated job.
 
     Returns:
         The fields of `step_facts`, with the model, the layout, FLOPs and, for a model with experts,
@@ -376,8 +352,13 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
     peaks, world = simulation.profile.peak_tflops, simulation.layout.world_size
     eight = Counter[str]()
     for trace in simulation.traces.values():
-        launches = [event for event in trace.step if isinstance(event, Launch)]
-        for kernel in (e.kernel for e in launches if e.scope.phase in ("forward", "backward")):
+        for event in trace.step:
+            if not isinstance(event, Launch) or event.scope.phase not in (
+                "forward",
+                "backward",
+            ):
+                continue
+            kernel = event.kernel
             if kernel.kind == "matmul" and kernel.dtype.startswith("float8"):
                 eight[peak_dtype(kernel.dtype, simulation.profile)] += kernel.flops
     tokens_per_rank = simulation.tokens_per_step / world * len(simulation.traces)
@@ -396,7 +377,7 @@ def _other_speeds(simulation: StepSimulation) -> Facts:
     kernels = {id(e.kernel): e.kernel for e in trace.step if isinstance(e, Launch)}
 
     def busy_s(profile: Profile) -> float:
-        cost = simulation.cost.on(profile)
+        cost = replace(simulation.cost, profile=profile)
         return sum(n * cost.kernel_s(kernels[key]) for key, n in counts.items())
 
     timeline, own_s = simulation.timeline, busy_s(simulation.profile)

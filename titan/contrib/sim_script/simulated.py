@@ -67,8 +67,10 @@ def simulate_step(
             [traces[ranks[number]]] = result
         allocator = "".join(os.environ.get(f"PYTORCH_{n}ALLOC_CONF", "") for n in ("", "CUDA_"))
         expandable = "expandable_segments:true" in allocator.lower()
-        parts = replayed(traces, Cost(profile), expandable=expandable, started=started)
-    return StepSimulation(world_size, profile, traces, *parts)
+        cost = Cost(profile)
+        parts = replayed(traces, cost, expandable=expandable)
+    wall_s = time.monotonic() - started
+    return StepSimulation(world_size, profile, traces, *parts, wall_s, cost)
 
 
 def script_facts(simulation: StepSimulation, name: str) -> Facts:

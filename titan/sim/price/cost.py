@@ -56,12 +56,13 @@ class Cost:
     """Prices of kernels and transfers on one profile. Each distinct kernel is priced once.
 
     Attributes:
-        profile: The hardware.
-        dispatch: Choice of experts, if DeepEP dispatches the tokens.
-        unevenness: Exponent of the power law by which experts' rows differ (`routing_exponent`).
-        document_keys: Mean number of keys that a query sees in packed documents; 0 without a document mask.
-        alone: Whether the job has one card.
-        tables: Measured tables of the card, if it has any.
+        profile: the hardware.
+        dispatch: choice of experts, if DeepEP dispatches the tokens.
+        unevenness: exponent of the power law by which experts' rows differ (`routing_exponent`).
+        document_keys: mean number of keys that a query sees in packed documents; 0 without a
+            document mask.
+        alone: whether the job has one card.
+        tables: measured tables of the card, if it has any.
     """
 
     profile: Profile
@@ -75,10 +76,6 @@ class Cost:
         self.tables: Tables | None = tables(card) if card else None
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
-
-    def on(self, profile: Profile) -> Cost:
-        """Return the prices of the same job on another profile."""
-        return Cost(profile, self.dispatch, self.unevenness, self.document_keys, self.alone)
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds that the device takes for a kernel."""
@@ -97,12 +94,6 @@ class Cost:
             visible = min(visible, self.document_keys + _QUERY_BLOCK / 2)
         whole = attention_flops(kernel.kind, kernel.shapes)
         return whole * visible / kernel.shapes[1][2]
-
-    def peak_s(self, kernel: Kernel) -> float:
-        """Return the seconds of a kernel at the peak rate of its dtype."""
-        return self.flops(kernel) / (
-            self.profile.peak_tflops[peak_dtype(kernel.dtype, self.profile)] * 1e12
-        )
 
     def host_s(self, kernel: Kernel) -> float:
         """Return the seconds that the host takes to compute on its own memory."""
@@ -207,8 +198,8 @@ class Cost:
             length = min(length, round(2 * self.document_keys))
         is_short = peak_dtype(kernel.dtype, profile) != "float32"
         chosen = profile.attention_kernel
-        # sdp_utils.cpp: cuDNN takes masks and values of another size than keys, up to some head dim. FlashAttention-2 takes
-        # neither, so that such inputs are recorded as another kernel.
+        # sdp_utils.cpp: cuDNN takes masks and values of another size than keys, up to some head
+        # dim. FlashAttention-2 takes neither, so that such inputs are recorded as another kernel.
         v_width = head_dims - width
         if chosen == "cudnn" and max(width, v_width) > profile.cudnn_head_dim:
             chosen = "flash2"
@@ -223,7 +214,8 @@ class Cost:
         # the ratio of the peaks.
         if not is_short:
             rate *= profile.peak_tflops["float32"] / profile.peak_tflops["bfloat16"]
-        # The curves are those of head dim 128. Without a measured share, the tables compare another one with it.
+        # The curves are those of head dim 128. Without a measured share, the tables compare another
+        # one with it.
         head_dim, known_dim = head_dims // 2, 128
         shares = profile.attention_head_dim_share.get(chosen + suffix)
         if shares:
@@ -256,7 +248,8 @@ class Cost:
     def _filled(self, heads: int, width: int, many_width: int, length: int) -> float:
         """Return the rate of attention with these heads, as a share of the rate with many heads of `many_width` channels."""
         if self.tables is None:
-            # Blocks differ in length under a mask and are dealt out as SMs become free: only too few of them leave some idle.
+            # Blocks differ in length under a mask and are dealt out as SMs become free: only too
+            # few of them leave some idle.
             return min(1.0, heads * ceil(length / _QUERY_BLOCK) / self.profile.num_sms)
         many = self.tables.attention_tflops(many_width, _MANY_HEADS, length)
         # More than that, few heads of long sequences only run cooler in a burst.
@@ -266,8 +259,9 @@ class Cost:
 def _recurrence_numbers(k_size: int, v_size: int, by_channel: bool, delta: bool) -> float:
     """Return the 16-bit numbers that the kernels of linear attention read and write for a position of a head.
 
-    The pass along the chunks and the output read queries, keys and values and exchange the states. The delta rule makes corrected keys and
-    values before, from a matrix for each chunk. Gates of channels are in 32 bits, and read by each of four kernels.
+    The pass along the chunks and the output read queries, keys and values and exchange the states.
+    The delta rule makes corrected keys and values before, from a matrix for each chunk. Gates of
+    channels are in 32 bits, and read by each of four kernels.
     """
     numbers = 3 * k_size + 3 * v_size + 2 * k_size * v_size / RECURRENCE_CHUNK
     if delta:
@@ -278,7 +272,8 @@ def _recurrence_numbers(k_size: int, v_size: int, by_channel: bool, delta: bool)
 def routing_exponent(config: JobConfig, model: Any) -> float:
     """Return the exponent of the power law that tokens follow over experts, 0 if they spread evenly.
 
-    A file's exponent is that of the line through its shares on logarithmic axes, in the mean over layers.
+    A file's exponent is that of the line through its shares on logarithmic axes, in the mean over
+    layers.
 
     Raises:
         ConfigError: the file of simulator.routing is wrong.

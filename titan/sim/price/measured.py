@@ -1,15 +1,16 @@
 """Measured products, collectives and attention of one card, as tables by shape.
 
 titan ships a small file for each card (hardware/measured, written by scripts/measured_tables.py).
-All are bursts of one kernel: they say how the shapes compare, and a profile says which level a card sustains
-(`Profile.matmul_share`).
+All are bursts of one kernel: they say how the shapes compare, and a profile says which level a card
+sustains (`Profile.matmul_share`).
 
     products      time over that of a roofline, by rows, columns and the length of the sum
     collectives   microseconds by kind, number of ranks and bytes
     attention     TFLOP/s of causal attention by head dimension, number of heads in the batch and length
     recurrence    microseconds of linear attention by kind, number of heads in the batch and length
 
-Between the sizes of a table, values are interpolated by the logarithms; beyond its ends, the nearest one holds. Imports no torch.
+Between the sizes of a table, values are interpolated by the logarithms; beyond its ends, the
+nearest one holds. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ class Grid:
     """Positive values on a grid of sizes, interpolated by the logarithms of both.
 
     Attributes:
-        axes: Sizes of each axis, increasing.
+        axes: sizes of each axis, increasing.
     """
 
     def __init__(self, table: dict[str, Any]) -> None:
         """Read a table {"axes": sizes of each axis, "values": of all points, the last axis first}.
 
-        Values are numbers, 0 for a point that was not measured, or a text of `LETTERS`, with spaces.
+        Values are numbers, 0 for a point that was not measured, or a text of `LETTERS`, with
+        spaces.
         """
         self.axes: list[list[int]] = table["axes"]
         values = table["values"]
@@ -94,8 +96,8 @@ class Tables:
     """Measured tables of one card.
 
     Attributes:
-        source: Where the figures are from, with version and licence.
-        large_share: Share of the peak that large products reached in a burst, by dtype.
+        source: where the figures are from, with version and licence.
+        large_share: share of the peak that large products reached in a burst, by dtype.
     """
 
     def __init__(self, raw: dict[str, Any]) -> None:
@@ -114,15 +116,16 @@ class Tables:
 
         Args:
             dtype: "bfloat16" or "float8".
-            rows: Rows of the result.
-            columns: Columns of the result.
-            summed: Length of the sums.
+            rows: rows of the result.
+            columns: columns of the result.
+            summed: length of the sums.
         """
         grids = self._products.get(dtype)
         if grids is None:
             return None
         aligned, odd = grids
-        # Odd rows were measured up to some thousands: beyond them, what one row more costs does not show.
+        # Odd rows were measured up to some thousands: beyond them, what one row more costs does not
+        # show.
         is_odd = rows % ALIGNED and odd.axes and rows <= odd.axes[0][-1]
         return (odd if is_odd else aligned).at(rows, columns, summed)
 
@@ -132,16 +135,18 @@ class Tables:
         """Return latency and volume of a collective within a node in seconds, or None if its kind was not measured.
 
         Args:
-            kind: Kind of the transfer, as in a trace.
-            ranks: Number of ranks. More than were measured have the bandwidth of the most, and latency in proportion.
-            size_bytes: Size of the transfer, as in a trace.
+            kind: kind of the transfer, as in a trace.
+            ranks: number of ranks. More than were measured have the bandwidth of the most, and
+                latency in proportion.
+            size_bytes: size of the transfer, as in a trace.
         """
         grid = self._collectives.get(kind)
         if grid is None:
             return None
         most = grid.axes[0][-1]
         sizes, scale = grid.axes[1], 1.0
-        # Each rank sends (n - 1) / n of the tensor, so a rate of the wire holds for any number of ranks.
+        # Each rank sends (n - 1) / n of the tensor, so a rate of the wire holds for any number of
+        # ranks.
         if ranks > most:
             scale = (1 - 1 / ranks) / (1 - 1 / most)
         known = min(ranks, most)
@@ -158,8 +163,8 @@ class Tables:
         """Return the rate of grouped products on uneven routes over that on even ones.
 
         Args:
-            rows: Mean rows of a group.
-            exponent: Exponent of the power law of the groups' rows; 0 for even ones.
+            rows: mean rows of a group.
+            exponent: exponent of the power law of the groups' rows; 0 for even ones.
         """
         if not self._uneven or not exponent:
             return 1.0
@@ -181,9 +186,10 @@ class Tables:
         """Return the rate of causal attention in the forward pass, in TFLOP/s of the FLOPs that the mask leaves.
 
         Args:
-            head_dim: Channels of a head.
-            heads: Heads of queries over the batch. More than were measured at that length have the rate of the most.
-            length: Tokens of a sequence.
+            head_dim: channels of a head.
+            heads: heads of queries over the batch. More than were measured at that length have the
+                rate of the most.
+            length: tokens of a sequence.
         """
         while (rate := self._attention.at(head_dim, heads, length)) is None:
             heads //= 2  # the table has powers of two
@@ -194,8 +200,9 @@ class Tables:
 
         Args:
             kind: "gdn" or "kda".
-            heads: Heads of values over the batch. More than were measured take longer in proportion, as does a longer sequence.
-            length: Tokens of a sequence.
+            heads: heads of values over the batch. More than were measured take longer in
+                proportion, as does a longer sequence.
+            length: tokens of a sequence.
         """
         grid = self._recurrence.get(kind)
         if grid is None:

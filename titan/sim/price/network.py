@@ -40,9 +40,9 @@ class TransferPrice(NamedTuple):
     """Price of a transfer.
 
     Attributes:
-        latency_s: Time before and between the volume. No other transfer affects it.
-        volume_s: Time of the volume if no other transfer uses its links.
-        links: Links that the volume occupies.
+        latency_s: time before and between the volume. No other transfer affects it.
+        volume_s: time of the volume if no other transfer uses its links.
+        links: links that the volume occupies.
     """
 
     latency_s: float
@@ -95,7 +95,8 @@ class _Protocol(NamedTuple):
     share: float
 
 
-# Latencies: baseLat and hwLat. Shares: LL carries 4 bytes of data in 8 and waits for flags; LL128 carries 120 in 128.
+# Latencies: baseLat and hwLat. Shares: LL carries 4 bytes of data in 8 and waits for flags; LL128
+# carries 120 in 128.
 _PROTOCOLS = (
     # LL: for small messages; a flag for every 4 bytes.
     _Protocol(ring=(6.6, 0.6, 2.7), tree=(6.8, 0.6, 5.0), share=0.25),
@@ -119,11 +120,11 @@ def price_transfer(
     """Return the price of a transfer.
 
     Args:
-        transfer: The transfer.
-        group: Its process group.
-        profile: The hardware.
-        rank: Rank that takes part in it.
-        dispatch: Choice of experts, if DeepEP dispatches the tokens.
+        transfer: the transfer.
+        group: its process group.
+        profile: the hardware.
+        rank: rank that takes part in it.
+        dispatch: choice of experts, if DeepEP dispatches the tokens.
 
     Returns:
         Latency and volume in seconds, and the links that the volume occupies.
@@ -132,9 +133,10 @@ def price_transfer(
         return _price_p2p(transfer, rank, profile)
     size, ranks = transfer.size_bytes, len(group.ranks)
     if ranks == 1:
-        # NCCL copies within the device, if it does anything at all.
-        # Read once and write once.
-        return TransferPrice(profile.kernel_min_us * 1e-6, 2 * size / _memory(profile), ())
+        # NCCL copies within the device, if it does anything at all: read once and write once, as
+        # the largest kernels do.
+        bytes_per_s = profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
+        return TransferPrice(profile.kernel_min_us * 1e-6, 2 * size / bytes_per_s, ())
     nodes = len({rank // profile.gpus_per_node for rank in group.ranks})
     # The counts that precede the tokens are integers.
     sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
@@ -147,7 +149,8 @@ def price_transfer(
         return _price_all_to_all(size, group.ranks, nodes, profile, dispatch)
     card, delay = _card(group.ranks, profile)
     bus = _bus(ranks, nodes, profile, card)
-    # A ring passes each of the other ranks' parts along once. An all-reduce is a reduce-scatter and an all-gather in one.
+    # A ring passes each of the other ranks' parts along once. An all-reduce is a reduce-scatter and
+    # an all-gather in one.
     turns = 2 if transfer.kind == "all_reduce" else 1
     volume = turns * ((ranks - 1) / ranks) * size
     if transfer.kind == "broadcast":
@@ -183,12 +186,6 @@ def _links(nodes: int, members: int) -> tuple[int, ...]:
         return (NVLINK_OUT, NVLINK_IN)
     across = (NIC_OUT, NIC_IN)
     return across if members == 1 else (*across, NVLINK_OUT, NVLINK_IN)
-
-
-def _memory(profile: Profile) -> float:
-    """Return the bytes per second that the largest kernels reach."""
-    # The bandwidth that the largest kernels reach.
-    return profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
 
 
 def _card(ranks: Sequence[int], profile: Profile) -> tuple[float, float]:
@@ -257,7 +254,8 @@ def _price_all_to_all(
     # Bytes to members of the same node go over NVLink, all others over the card, at the same time.
     near, far = size * (members - 1) / ranks, size
     if dispatch:
-        # One copy for each rank, but none for the rank that a node's copy arrives at; and one copy for each node.
+        # One copy for each rank, but none for the rank that a node's copy arrives at; and one copy
+        # for each node.
         copies = size / dispatch.top_k
         near = copies * (ranks - nodes) * dispatch.reach(ranks)
         far = copies * nodes * dispatch.reach(nodes)

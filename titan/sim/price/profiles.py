@@ -1,8 +1,8 @@
 """Hardware profiles: the figures that kernels and transfers are priced with, each with its source.
 
-A profile is a TOML file, by name in titan/sim/hardware/ or by its path. `base` names another profile whose figures it inherits; every figure that it
-states itself needs a line in [sources]. Peak rates and memory come from titan/base/hardware.toml, by
-`device`, unless the file states them.
+A profile is a TOML file, by name in titan/sim/hardware/ or by its path. `base` names another
+profile whose figures it inherits; every figure that it states itself needs a line in [sources].
+Peak rates and memory come from titan/base/hardware.toml, by `device`, unless the file states them.
 
 An achievable share is the share of the peak that a kernel's inner loop reaches while the device is
 busy for minutes (power, clocks). cost.py and network.py add the cost of tiles, waves, short kernels
@@ -61,6 +61,7 @@ def _known_dtypes(figures: dict[str, float]) -> dict[str, float]:
     return figures
 
 
+Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
@@ -73,21 +74,21 @@ class Tier(BaseModel):
     """Switches that join a block of nodes, with the block's uplink.
 
     Attributes:
-        nodes: Nodes in the block.
-        oversubscription: Bandwidth of the cards over that of the uplink.
-        left: Share of the uplink that other jobs leave.
-        rails: Whether cards of the same place in each node share a switch, so that other pairs of
+        nodes: nodes in the block.
+        oversubscription: bandwidth of the cards over that of the uplink.
+        left: share of the uplink that other jobs leave.
+        rails: whether cards of the same place in each node share a switch, so that other pairs of
             cards connect above the block.
-        latency_us: One-way latency, on top of that between nodes of a block.
+        latency_us: one-way latency, on top of that between nodes of a block.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    nodes: int = Field(ge=1)
+    nodes: Count
     oversubscription: float = Field(ge=1, default=1.0)
-    left: float = Field(gt=0, le=1, default=1.0)
+    left: Share = 1.0
     rails: bool = False
-    latency_us: float = Field(ge=0, default=0.0)
+    latency_us: Amount = 0.0
 
     @property
     def share(self) -> float:
@@ -130,7 +131,7 @@ class Profile(BaseModel):
     does not take it over from its base."""
     measured: str = ""
     """Card whose measured tables say how products, collectives and attention compare by shape (measured.py). Empty: none does."""
-    num_sms: int = Field(ge=1)
+    num_sms: Count
     grouped_rows: int = Field(ge=0)
     """Rows to which torch's grouped matmul rounds up each group. 0: it is a loop of products."""
     attention_kernel: str
@@ -176,7 +177,7 @@ class Profile(BaseModel):
     host_tflops: Rate
     """Each GPU's share of the host's matmul rate, for Muon's update of offloaded parameters."""
 
-    gpus_per_node: int = Field(ge=1)
+    gpus_per_node: Count
     ring_gb_per_s: Rate
     """Bus bandwidth of rings within a node: all-gather, reduce-scatter."""
     all_reduce_gb_per_s: Rate
@@ -194,7 +195,7 @@ class Profile(BaseModel):
     """Rate of collectives while a kernel holds SMs and memory bandwidth."""
     speed_deviation: Amount
     """Standard deviation of speed between devices of the kind. The more devices, the slower is the slowest."""
-    slowest_of: int = Field(ge=1)
+    slowest_of: Count
     """Number of devices whose slowest the achievable shares describe: 1 if one device was measured, all devices of a job if its
     speed set the shares."""
 
@@ -267,15 +268,16 @@ class Profile(BaseModel):
         """Return the profile with another kernel of attention.
 
         Args:
-            kernel: The kernel. "auto": the first in that torch's order that the card has.
+            kernel: the kernel. "auto": the first in that torch's order that the card has.
             torch_version: torch of the run; empty: the installed one.
 
         Raises:
-            ConfigError: The profile has no curve of this kernel.
+            ConfigError: the profile has no curve of this kernel.
         """
         known = self.attention_kernels
         if kernel == "auto":
-            # On compute capability 9.0 and 10: cuDNN came first in 2.5.0 and again since 2.9 (pytorch 141133, 162073).
+            # On compute capability 9.0 and 10: cuDNN came first in 2.5.0 and again since 2.9
+            # (pytorch 141133, 162073).
             parts = (torch_version or version("torch")).split("+")[0].split(".")
             has_cudnn = parts == ["2", "5", "0"] or (int(parts[0]), int(parts[1])) >= (2, 9)
             if self.attention_kernel != "cudnn" or has_cudnn or "flash2" not in known:
@@ -302,7 +304,8 @@ class Profile(BaseModel):
         """Return how much longer the slowest of `world_size` devices takes than an average device, as a share."""
         if world_size == 1:
             return 0.0
-        # Blom 1958: the largest of n draws from a normal distribution is the quantile at (n - 3/8) / (n + 1/4).
+        # Blom 1958: the largest of n draws from a normal distribution is the quantile at (n - 3/8)
+        # / (n + 1/4).
         draws = (world_size - 0.375) / (world_size + 0.25)
         return self.speed_deviation * NormalDist().inv_cdf(draws)
 
@@ -311,8 +314,8 @@ def on_curve(curve: Curve, size: float) -> float:
     """Return the value at `size`: between points by the logarithm of the size, and constant beyond the ends.
 
     Args:
-        curve: Points (size, value), by increasing size.
-        size: Size to look up.
+        curve: points (size, value), by increasing size.
+        size: size to look up.
 
     Returns:
         The value.
@@ -343,13 +346,13 @@ def load_profile(name_or_path: str | Path) -> Profile:
     """Return a profile by its name, or from a file.
 
     Args:
-        name_or_path: Name of a file in titan/sim/hardware/, or the path of a TOML file.
+        name_or_path: name of a file in titan/sim/hardware/, or the path of a TOML file.
 
     Returns:
         The profile, with the figures of its base and of its device.
 
     Raises:
-        ConfigError: There is no such profile, or its file has a mistake.
+        ConfigError: there is no such profile, or its file has a mistake.
     """
     file = _find(name_or_path, asked_in="hardware")
     values, lines = _merged(file)
@@ -416,7 +419,8 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
         sources = figures.pop("sources")
         figures = {key: value for key, value in figures.items() if key not in _NOT_FROM_BASE}
     stated = values.pop("sources", {})
-    # In ascending order of weight: the base, the device's datasheet, the card's tables, the file itself.
+    # In ascending order of weight: the base, the device's datasheet, the card's tables, the file
+    # itself.
     if device := values.get("device"):
         names = [row.name for row in HARDWARE]
         if device not in names:

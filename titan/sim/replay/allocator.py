@@ -39,8 +39,10 @@ _Pool = tuple[int, bool]
 class OutOfMemory(Exception):
     """Failure of an allocation that does not fit even after the cache was given back."""
 
-    def __init__(self, size_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
-        self.size_bytes, self.reserved_bytes = size_bytes, reserved_bytes
+    def __init__(
+        self, key: int, size_bytes: int, reserved_bytes: int, limit_bytes: int
+    ) -> None:
+        self.key, self.size_bytes, self.reserved_bytes = key, size_bytes, reserved_bytes
         self.limit_bytes = limit_bytes
         super().__init__(
             f"{size_bytes} bytes do not fit: {reserved_bytes} of {limit_bytes} are reserved"
@@ -52,7 +54,7 @@ class _Block:
     """Part of a segment.
 
     Attributes:
-        mapped: Whether memory backs it. Only expandable segments have parts without memory.
+        mapped: whether memory backs it. Only expandable segments have parts without memory.
     """
 
     address: int
@@ -69,12 +71,12 @@ class Allocator:
     """Caching allocator of one device.
 
     Attributes:
-        expandable: Whether segments are expandable.
-        limit_bytes: Memory that may be reserved; None for any amount.
-        active_bytes: Memory of blocks in use, with its peak.
-        reserved_bytes: Memory taken from the device, with its peak.
-        reserved_by_stream: The same by the stream whose pools have it.
-        num_retries: Number of times that the cache was given back.
+        expandable: whether segments are expandable.
+        limit_bytes: memory that may be reserved; None for any amount.
+        active_bytes: memory of blocks in use, with its peak.
+        reserved_bytes: memory taken from the device, with its peak.
+        reserved_by_stream: the same by the stream whose pools have it.
+        num_retries: number of times that the cache was given back.
     """
 
     def __init__(self, *, expandable: bool = True, limit_bytes: int | None = None) -> None:
@@ -95,12 +97,12 @@ class Allocator:
         """Begin to use a block, and return its size.
 
         Args:
-            key: The caller's number for the block.
-            size_bytes: Requested size.
-            stream: Stream of the request.
+            key: the caller's number for the block.
+            size_bytes: requested size.
+            stream: stream of the request.
 
         Raises:
-            OutOfMemory: The block does not fit.
+            OutOfMemory: the block does not fit.
         """
         size = max(MIN_BLOCK, -(-size_bytes // MIN_BLOCK) * MIN_BLOCK)
         pool = (stream, size <= SMALL_SIZE)
@@ -112,7 +114,7 @@ class Allocator:
             self.release_cached()
             block = self._grow(pool, size)
         if block is None:
-            raise OutOfMemory(size, self.reserved_bytes, self.limit_bytes or 0)
+            raise OutOfMemory(key, size, self.reserved_bytes, self.limit_bytes or 0)
         # The rest beyond the request goes back to the pool before the block counts as in use.
         self._split(block, size)
         block.free = False

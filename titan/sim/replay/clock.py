@@ -19,45 +19,52 @@ class ReplayError(Exception):
 
 
 class Process(Protocol):
-    """A stream or a host, which runs until it has to wait."""
+    """A stream or a host, which runs until it has to wait, or a kernel or transfer in progress."""
 
-    def advance(self, now: float) -> None:
+    def fire(self, now: float) -> None:
         """Go on as far as possible at this time."""
 
 
-class Timed(Protocol):
+class Timed(Process, Protocol):
     """A process whose next event has a time.
 
     Attributes:
-        version: Grows whenever the time changes, so that older entries of the heap are ignored.
+        version: grows whenever the time changes, so that older entries of the heap are ignored.
     """
 
     version: int
 
-    def fire(self, now: float) -> None:
-        """Handle the event whose time has come."""
 
-
-class Work(Timed, Protocol):
+@dataclass(slots=True, eq=False, kw_only=True)
+class Work:
     """A kernel or a transfer in progress.
 
     Attributes:
-        left: Seconds of work that were left at the time `since`, at full rate.
-        since: Time of the last change of the rate.
-        rate: Share of the full rate at which the work runs since then.
+        left: seconds of work that were left at the time `since`, at full rate.
+        since: time of the last change of the rate.
+        rate: share of the full rate at which the work runs since then.
     """
 
     left: float
     since: float
-    rate: float
+    rate: float = 1.0
+    version: int = 0
+
+    def fire(self, now: float) -> None:
+        """End the work, or its first part."""
+        raise NotImplementedError
+
+    def retime(self, now: float) -> None:
+        """Set its rate anew."""
+        raise NotImplementedError
 
 
 class Clock:
     """Simulated time of all ranks.
 
     Attributes:
-        heap: Entries (time, serial number, version, process).
-        ready: Processes that may go on at the current time.
+        heap: entries (time, serial number, version, process).
+        ready: processes that may go on at the current time.
     """
 
     def __init__(self) -> None:
@@ -85,7 +92,7 @@ class Clock:
         while True:
             # First let all processes go on that can at this time, then move the clock.
             while ready:
-                ready.popleft().advance(now)
+                ready.popleft().fire(now)
             if not heap:
                 return
             now, _, version, process = heappop(heap)
@@ -100,8 +107,8 @@ class Signal:
 
     Attributes:
         lane: StreamQueue that a waiting lane names as its cause.
-        pending: Number of things that have yet to happen. At 0 the signal is reached.
-        waiters: Processes to wake then.
+        pending: number of things that have yet to happen. At 0 the signal is reached.
+        waiters: processes to wake then.
     """
 
     lane: Lane

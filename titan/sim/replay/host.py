@@ -1,6 +1,7 @@
 """Host of one rank in the replay: it issues the trace's operations to the queues of its device.
 
-A host runs ahead of the device. It stops only where the trace stops it, or when a stream's queue is full. Imports no torch.
+A host runs ahead of the device. It stops only where the trace stops it, or when a stream's queue is
+full. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ class Host:
     """Host of a rank, with its place in the program and its own clock.
 
     Attributes:
-        lane: Work and waits of the host.
-        program: The trace's step as calls with prices, looked up once and run through for each step.
-        position: Place in the program.
-        clock_s: The host's time, which is ahead of the device's.
-        waits_for: Signal that the host waits for, if any.
+        lane: work and waits of the host.
+        program: the trace's step as calls with prices, looked up once and run through for each
+            step.
+        position: place in the program.
+        clock_s: the host's time, which is ahead of the device's.
+        waits_for: signal that the host waits for, if any.
     """
 
     def __init__(self, trace: Trace, device: Device, cost: Cost) -> None:
@@ -66,7 +68,7 @@ class Host:
         self.events: dict[int, Signal] = {}
         self.works: dict[int, Signal] = {}
 
-    def advance(self, now: float) -> None:
+    def fire(self, now: float) -> None:
         """Issue work until the trace stops the host, or ends."""
         # A host that waited goes on when the device says. One that did not is ahead of it already.
         if self.waits_for is not None and now > self.clock_s:
@@ -119,7 +121,8 @@ class Host:
         stream = self.device.stream(event.stream)
         stream.queue.append((RUN, self.clock_s, seconds, event, copies))
         stream.launched += 1
-        # Every 64th launch leaves a signal in the queue. The host waits for the signal of 1,024 launches ago.
+        # Every 64th launch leaves a signal in the queue. The host waits for the signal of 1,024
+        # launches ago.
         if stream.launched % _LEAD_UNIT:
             return None
         stream.lead.append(self._reach(stream))
@@ -212,11 +215,12 @@ _WORK = ("matmul", "attention")
 class Issue:
     """Seconds for which a host is busy until it has issued an event: Python, autograd, DTensor and hooks, and the launch itself.
 
-    The time of a block's call (titan.sim.record.host_meter) is spread over the events of blocks in that phase. In compiled blocks,
-    only FSDP's hooks take time of their own, since they run outside of the compiled code.
+    The time of a block's call (titan.sim.record.host_meter) is spread over the events of blocks in
+    that phase. In compiled blocks, only FSDP's hooks take time of their own, since they run outside
+    of the compiled code.
 
     Attributes:
-        compiled: Whether blocks are compiled.
+        compiled: whether blocks are compiled.
     """
 
     def __init__(self, trace: Trace, cost: Cost) -> None:
@@ -316,7 +320,7 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
     """Yield a step as calls of methods of `Host`, with prices. Allocations take no time."""
     # Ranks wait for the slowest of them, so that all kernels count as the slowest rank's.
     slowest = cost.profile.straggler(trace.world_size)
-    prices: dict[int, tuple[float, bool]] = {}
+    prices: dict[int, float] = {}
     issue = Issue(trace, cost)
     for event in trace.step:
         kind = type(event)
@@ -328,12 +332,11 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
                 yield Host.compute, cost.host_s(kernel), event
                 continue
             # By identity: equal kernels are one object within a trace (trace.Kernel).
-            price = prices.get(id(kernel))
-            if price is None:
-                copies = kernel.kind == "host_copy"
+            copies, seconds = kernel.kind == "host_copy", prices.get(id(kernel))
+            if seconds is None:
                 seconds = cost.kernel_s(kernel) * (1 if copies else slowest)
-                price = prices[id(kernel)] = (seconds, copies)
-            yield Host.launch, price[0], issue.kernel_s(event), event, price[1]
+                prices[id(kernel)] = seconds
+            yield Host.launch, seconds, issue.kernel_s(event), event, copies
         elif isinstance(event, Transfer):
             yield Host.transfer, event, trace.groups[event.group], issue.transfer_s(event)
         elif isinstance(event, AwaitWork):

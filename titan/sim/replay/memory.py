@@ -43,10 +43,10 @@ class MemoryPoint:
     """Memory in use at a moment of a step.
 
     Attributes:
-        number: Number of the event among all.
+        number: number of the event among all.
         position: 0 to 1, by the order in which the host allocates.
-        phase: Phase of the step.
-        by_category: Bytes by category.
+        phase: phase of the step.
+        by_category: bytes by category.
     """
 
     number: int
@@ -60,20 +60,21 @@ class MemoryReport:
     """Memory that one rank needs. Sizes are as the allocator rounds them.
 
     Attributes:
-        rank: Global rank.
-        peak_active_bytes: Most memory in use.
-        peak_reserved_bytes: Most memory that the allocator takes from the device.
-        at: Place in the program at the peak of active memory.
-        timeline: Memory over the last step.
-        outside_bytes: Memory outside of the allocator.
-        capacity_bytes: Memory of the device.
-        usable_bytes: Memory of the device without the margin.
-        runs: Whether the run goes through.
-        num_retries: Number of times that the allocator gives back its cache. Above 0 the run is
+        rank: global rank.
+        peak_active_bytes: most memory in use.
+        peak_reserved_bytes: most memory that the allocator takes from the device.
+        at: place in the program at the peak of active memory.
+        timeline: memory over the last step.
+        outside_bytes: memory outside of the allocator.
+        capacity_bytes: memory of the device.
+        usable_bytes: memory of the device without the margin.
+        runs: whether the run goes through.
+        num_retries: number of times that the allocator gives back its cache. Above 0 the run is
             slow.
-        failure: Place where it runs out of memory, if it does.
-        by_both: Memory in use at the peak, by category and module.
-        by_stream: Memory that each stream's pools hold at the end, by what the stream is for. Free memory of one serves no other.
+        failure: place where it runs out of memory, if it does.
+        by_both: memory in use at the peak, by category and module.
+        by_stream: memory that each stream's pools hold at the end, by what the stream is for. Free
+            memory of one serves no other.
     """
 
     rank: int
@@ -118,8 +119,8 @@ def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) ->
     """Replay a rank's memory on a device.
 
     Args:
-        trace: The rank's trace.
-        profile: The hardware.
+        trace: the rank's trace.
+        profile: the hardware.
         expandable: `training.expandable_segments`.
 
     Returns:
@@ -152,35 +153,35 @@ def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) ->
 def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryReport:
     """Return the report for a device of unlimited memory."""
     events = list(_events(trace, workspace_bytes))
-    run = _AllocatorRun(Allocator(expandable=expandable))
-    run.play(events)
+    allocator = Allocator(expandable=expandable)
+    sizes, peak_at = _play(events, allocator)
     # The timeline shows the last step: the last `of_step` events of the list.
     of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
     first = max(0, len(events) - of_step)
     report = MemoryReport(
         rank=trace.rank,
-        peak_active_bytes=run.allocator.peak_active_bytes,
-        peak_reserved_bytes=run.allocator.peak_reserved_bytes,
+        peak_active_bytes=allocator.peak_active_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
         at=_NOWHERE,
         timeline=[],
-        by_stream=_named_streams(trace, run.allocator.reserved_by_stream),
+        by_stream=_named_streams(trace, allocator.reserved_by_stream),
     )
     in_use = dict.fromkeys(CATEGORIES, 0)
     alive: dict[int, Allocate] = {}
     highest, part, total = -1, -1, 0
     phase = "setup"
     for number, event in enumerate(events):
-        size = run.sizes[event.block]
+        size = sizes[event.block]
         if isinstance(event, Allocate):
             alive[event.block], phase = event, event.scope.phase
         else:
             event, size = alive.pop(event.block), -size
         in_use[event.category] += size
         total += size
-        if number == run.peak_at:
+        if number == peak_at:
             report.at = event.scope
             for block, of_block in alive.items():
-                report.by_both[of_block.category, of_block.scope.module] += run.sizes[block]
+                report.by_both[of_block.category, of_block.scope.module] += sizes[block]
         # Steps before the last count for what is in use, and make no points.
         if number < first:
             continue
@@ -221,9 +222,9 @@ def tensors_behind(
     layers.
 
     Args:
-        trace: The rank's trace.
-        profile: The hardware.
-        points: Points of the report's timeline.
+        trace: the rank's trace.
+        profile: the hardware.
+        points: points of the report's timeline.
     """
     wanted = {point.number for point in points}
     groups = defaultdict[str, Counter[int]](Counter)  # sizes of the blocks in use
@@ -249,53 +250,42 @@ def _try_within(
     report: MemoryReport, events: list[Allocate | Free], *, limit_bytes: int, expandable: bool
 ) -> None:
     """Set the report's fields for a device with a limit, where cached memory may have to be given back."""
-    run = _AllocatorRun(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
+    allocator = Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes))
     try:
-        run.play(events)
+        _play(events, allocator)
     except OutOfMemory as error:
-        # The run stopped at the allocation that failed, whose scope is the last one noted.
-        scope = run.scope
+        scopes = {event.block: event.scope for event in events if isinstance(event, Allocate)}
+        scope, gib = scopes[error.key], 2**30
         where = " of ".join(filter(None, (scope.action or scope.phase, scope.module)))
-        gib = 2**30
         report.failure = (
             f"out of memory in {where}: {error.size_bytes / gib:.2f} GiB more than the "
             f"{error.reserved_bytes / gib:.2f} GiB that are reserved of {error.limit_bytes / gib:.2f}"
         )
     else:
-        report.runs, report.num_retries = True, run.allocator.num_retries
-        report.peak_reserved_bytes = run.allocator.peak_reserved_bytes
+        report.runs, report.num_retries = True, allocator.num_retries
+        report.peak_reserved_bytes = allocator.peak_reserved_bytes
         report.by_stream = {}
 
 
-@dataclass
-class _AllocatorRun:
-    """Pass of events through an allocator.
+def _play(
+    events: Iterable[Allocate | Free], allocator: Allocator
+) -> tuple[dict[int, int], int]:
+    """Pass events through an allocator.
 
-    Attributes:
-        allocator: The allocator.
-        sizes: Rounded sizes by block.
-        peak_at: Number of the event with the highest active memory.
-        scope: Scope of the last allocation.
+    Return the rounded sizes by block, and the number of the event with the most memory in use.
     """
-
-    allocator: Allocator
-    sizes: dict[int, int] = field(default_factory=dict)
-    peak_at: int = 0
-    scope: Scope = _NOWHERE
-
-    def play(self, events: Iterable[Allocate | Free]) -> None:
-        """Pass all events through the allocator."""
-        allocator, highest = self.allocator, -1
-        for number, event in enumerate(events):
-            if isinstance(event, Free):
-                allocator.free(event.block)
-                continue
-            self.scope = event.scope
-            self.sizes[event.block] = allocator.allocate(
-                event.block, event.size_bytes, stream=event.stream
-            )
-            if allocator.active_bytes > highest:
-                highest, self.peak_at = allocator.active_bytes, number
+    sizes: dict[int, int] = {}
+    highest, peak_at = -1, 0
+    for number, event in enumerate(events):
+        if isinstance(event, Free):
+            allocator.free(event.block)
+            continue
+        sizes[event.block] = allocator.allocate(
+            event.block, event.size_bytes, stream=event.stream
+        )
+        if allocator.active_bytes > highest:
+            highest, peak_at = allocator.active_bytes, number
+    return sizes, peak_at
 
 
 def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
@@ -316,65 +306,51 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     # The optimizer's state is made while gradients and other temporary memory of the update exist,
     # which may be the peak. So it waits for the optimizer's phase of the first step.
     yield from (e for e in lasting if e.category != "optimizer")
-    # Three steps: the first makes the states, and each later step frees the memory that the previous
-    # step left.
-    steps = _Steps(trace)
-    yield from steps.once([e for e in lasting if e.category == "optimizer"])
-    yield from steps.once()
-    yield from steps.once()
+    yield from _steps(trace, [e for e in lasting if e.category == "optimizer"])
 
 
-class _Steps:
-    """Repetitions of the step, with new numbers for its blocks each time.
+def _steps(trace: Trace, states: list[Allocate]) -> Iterator[Allocate | Free]:
+    """Yield three repetitions of the step, with new numbers for its blocks each time.
 
-    The recorded step may free a block that existed before it. In a repetition, this block stands
+    The first makes the states, and each later one frees the memory that the one before has left:
+    the recorded step may free a block that existed before it. In a repetition, this block stands
     for a block of equal size and module that the previous repetition has left.
+
+    Args:
+        trace: the rank's trace.
+        states: states that the first step allocates when its optimizer begins.
     """
-
-    def __init__(self, trace: Trace) -> None:
-        # Blocks that existed before the step, the step's own blocks, and those of them that it
-        # leaves behind.
-        self.events = trace.step
-        before = (*trace.setup, *trace.first_step)
-        self.before = {e.block: e for e in before if isinstance(e, Allocate)}
-        self.own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
-        freed = {e.block for e in trace.step if isinstance(e, Free)}
-        self.kept = [e for block, e in self.own.items() if block not in freed]
-        # Numbers of the n-th repetition are shifted by n strides, so they never collide.
-        self.stride = max([*self.before, *self.own], default=0) + 1
-        self.offset = 0
-        # Blocks that the previous repetition left, by size and module, oldest first.
-        self.left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
-
-    def once(self, states: Sequence[Allocate] = ()) -> Iterator[Allocate | Free]:
-        """Yield one repetition.
-
-        Args:
-            states: States that this step allocates when its optimizer begins.
-        """
-        self.offset += self.stride
-        for event in self.events:
+    before = {e.block: e for e in (*trace.setup, *trace.first_step) if isinstance(e, Allocate)}
+    own = {e.block: e for e in trace.step if isinstance(e, Allocate)}
+    freed = {e.block for e in trace.step if isinstance(e, Free)}
+    # Numbers of the n-th repetition are shifted by n strides, so they never collide.
+    stride = max([*before, *own], default=0) + 1
+    # Blocks that the previous repetition left, by size and module, oldest first.
+    left = defaultdict[tuple[int, str], deque[int]](deque)
+    for offset in (stride, 2 * stride, 3 * stride):
+        for event in trace.step:
             if states and (scope_of(event) or _NOWHERE).phase == "optimizer":
                 yield from states
-                states = ()
+                states = []
             if isinstance(event, Allocate):
                 yield Allocate(
-                    event.block + self.offset,
+                    event.block + offset,
                     event.size_bytes,
                     event.stream,
                     event.category,
                     event.scope,
                 )
-            elif isinstance(event, Free) and event.block in self.own:
-                yield Free(event.block + self.offset)
-            elif isinstance(event, Free) and event.block in self.before:
-                # Memory of the time before: the repetition before left a block like it. In the
-                # first one there is none, and nothing is freed.
-                was = self.before[event.block]
-                if like := self.left[was.size_bytes, was.scope.module]:
+            elif isinstance(event, Free) and event.block in own:
+                yield Free(event.block + offset)
+            elif isinstance(event, Free) and event.block in before:
+                # In the first repetition there is none like it, and nothing is freed.
+                was = before[event.block]
+                if like := left[was.size_bytes, was.scope.module]:
                     yield Free(like.popleft())
         # A step without an optimizer phase still has to make its states.
         yield from states
+        states = []
         # Only now may the next repetition free the memory that this one leaves.
-        for event in self.kept:
-            self.left[event.size_bytes, event.scope.module].append(event.block + self.offset)
+        for block, event in own.items():
+            if block not in freed:
+                left[event.size_bytes, event.scope.module].append(block + offset)

@@ -1,18 +1,21 @@
 """Replay of traces on a clock: which kernel or transfer runs when, and why a compute stream is ever idle.
 
-All traced ranks run in one discrete-event simulation. A host issues work as its trace says, ahead of the device, and stops
-only where the trace stops it (host.py). Each stream is a queue (streams.py). The kernel or transfer at the head of a queue runs
-at a rate that depends on what runs beside it, and is retimed whenever that changes:
+All traced ranks run in one discrete-event simulation. A host issues work as its trace says, ahead
+of the device, and stops only where the trace stops it (host.py). Each stream is a queue
+(streams.py). The kernel or transfer at the head of a queue runs at a rate that depends on what runs
+beside it, and is retimed whenever that changes:
 
     kernels     of one rank share the device equally. While a transfer runs, they lose the SMs and bandwidth that it holds
     transfers   of one rank share links equally. Latency is not shared
 
-Detached transfers of a group queue on the group's own stream, as NCCL's do. Transfers that share a work run together. A transfer
-between traced ranks begins when all of them have reached it (rendezvous.py).
+Detached transfers of a group queue on the group's own stream, as NCCL's do. Transfers that share a
+work run together. A transfer between traced ranks begins when all of them have reached it
+(rendezvous.py).
 
-Example: the trace of one step launches kernels a and b, issues an all-gather between them, waits for it and launches kernel c. The
-host takes 10 us to issue each of the four. A kernel takes 90 us alone, and 90 / 0.9 = 100 us beside a transfer. The all-gather takes
-20 us of latency and 120 us of volume:
+Example: the trace of one step launches kernels a and b, issues an all-gather between them, waits
+for it and launches kernel c. The host takes 10 us to issue each of the four. A kernel takes 90 us
+alone, and 90 / 0.9 = 100 us beside a transfer. The all-gather takes 20 us of latency and 120 us of
+volume:
 
     us          host         compute stream                     stream of group "dp"
     0 to 10     issues a     waits for the host
@@ -24,8 +27,8 @@ host takes 10 us to issue each of the four. A kernel takes 90 us alone, and 90 /
     240                      runs c, 90 us
     330         the step ends: 10 us waiting for the host + 280 us of kernels + 40 us of exposed communication over "dp"
 
-The step is replayed twice, and the second replay counts: by then the host is ahead of the device, and pipeline stages wait for
-each other as they did in the step before. Imports no torch.
+The step is replayed twice, and the second replay counts: by then the host is ahead of the device,
+and pipeline stages wait for each other as they did in the step before. Imports no torch.
 """
 
 from __future__ import annotations
@@ -49,19 +52,20 @@ def replay(
 ) -> Timeline:
     """Replay consecutive steps of the traced ranks, and return the last step.
 
-    With a single step, hosts and devices start together, and the step ends when the last stream is done.
+    With a single step, hosts and devices start together, and the step ends when the last stream is
+    done.
 
     Args:
-        traces: Traces by global rank: one rank of each pipeline stage.
-        cost: Prices of kernels and transfers.
-        steps: Number of steps to replay.
-        busiest: Tokens of the traced ranks' experts, as a multiple of the mean over ranks.
+        traces: traces by global rank: one rank of each pipeline stage.
+        cost: prices of kernels and transfers.
+        steps: number of steps to replay.
+        busiest: tokens of the traced ranks' experts, as a multiple of the mean over ranks.
 
     Returns:
         The last step of each traced rank.
 
     Raises:
-        ReplayError: Ranks wait for each other forever, or for a rank without a trace.
+        ReplayError: ranks wait for each other forever, or for a rank without a trace.
     """
     assert steps >= 1
     with no_garbage_collection():

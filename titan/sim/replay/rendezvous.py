@@ -1,41 +1,38 @@
 """Transfers of the replay: where their sides wait for each other, and how they share links.
 
-A transfer between traced ranks (of different pipeline stages) begins when all of them have reached it. Peers without a trace
-do the same as the traced rank, and arrive with it. Imports no torch.
+A transfer between traced ranks (of different pipeline stages) begins when all of them have reached
+it. Peers without a trace do the same as the traced rank, and arrive with it. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from titan.sim.price.cost import Cost
 from titan.sim.price.network import TransferPrice
 from titan.sim.record.trace import Group, Transfer
 
-from .clock import Clock, ReplayError
+from .clock import Clock, ReplayError, Work
 from .streams import TransferBatch
 from .timeline import Interval, axis_of
 
 
-@dataclass(slots=True, eq=False)
-class Flow:
-    """A transfer that all sides have reached (a `Work` of the clock). Its latency passes first, then its volume.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Flow(Work):
+    """A transfer that all sides have reached. Its latency passes first, then its volume.
 
     Attributes:
         sides: TransferBatch, transfer, group and price of each side.
-        with_volume: Whether the latency is over.
+        with_volume: whether the latency is over.
     """
 
     sides: list[tuple[TransferBatch, Transfer, Group, TransferPrice]]
-    left: float
     volume_s: float
     begin: float
-    since: float
-    rate: float = 1.0
-    version: int = 0
     with_volume: bool = False
 
     def fire(self, now: float) -> None:
@@ -90,7 +87,8 @@ class Flow:
         for batch, transfer, _, price in self.sides:
             device = batch.stream.device
             sharers = max(sharers, max((device.links[link] for link in price.links), default=1))
-            # NCCL's kernels share SMs and memory with the others; a read of a peer's memory needs no SM.
+            # NCCL's kernels share SMs and memory with the others; a read of a peer's memory needs
+            # no SM.
             if device.computes and transfer.kind != "read":
                 share = device.speed_beside_compute
         self.sides[0][0].stream.device.clock.settle(self, now, share / sharers)
@@ -104,15 +102,15 @@ class Rendezvous:
     """Transfers that some sides have reached, and that wait for the others.
 
     Attributes:
-        ranks: Ranks that have a trace.
+        ranks: ranks that have a trace.
     """
 
     def __init__(self, clock: Clock, cost: Cost, ranks: Collection[int]) -> None:
         self.clock, self.cost, self.ranks = clock, cost, ranks
         # Sides of a transfer that wait for the others, by the key that all sides have in common.
         self._waiting: dict[_Key, list[Any]] = defaultdict(list)
-        # How many transfers of a kind each rank has begun in a group.
-        self._calls: dict[_Key, int] = defaultdict(int)
+        # Numbers of each rank's transfers of a kind in a group.
+        self._turns: dict[_Key, Iterator[int]] = defaultdict(count)
         self._prices: dict[_Key, TransferPrice] = {}
 
     def arrive(self, batch: TransferBatch, now: float) -> None:
@@ -145,31 +143,30 @@ class Rendezvous:
     def _key(self, transfer: Transfer, group: Group, rank: int) -> tuple[_Key, int]:
         """Return the key that all traced sides of a transfer have in common, and the number of these sides."""
         # Both sides of a send and receive come here: they need one key, whichever comes first.
-        # Names of groups differ between ranks, axes and ranks do not. The n-th calls of all sides match.
-        same = (group.axes, group.ranks)
-        if transfer.kind in ("send", "recv"):
+        # Names of groups differ between ranks, axes and ranks do not. The n-th calls of all sides
+        # match.
+        expected = sum(peer in self.ranks for peer in group.ranks)
+        kind, same = transfer.kind, (group.axes, group.ranks)
+        if kind in ("send", "recv"):
             if transfer.peer not in self.ranks:
                 raise ReplayError(
                     f"rank {rank}: {describe(transfer, group)}, of which there is no trace; replay the ranks of all "
                     "pipeline stages together"
                 )
-            pair = (rank, transfer.peer) if transfer.kind == "send" else (transfer.peer, rank)
+            pair = (rank, transfer.peer) if kind == "send" else (transfer.peer, rank)
             same, expected = (*same, *pair), 2
-        else:
-            expected = sum(peer in self.ranks for peer in group.ranks)
-            if expected == 1:
-                return (), 1
+        if expected == 1:
+            return (), 1
         # Each rank counts its own calls, so the n-th call of one matches the n-th of the others.
-        turn = self._calls[(rank, transfer.kind, *same)]
-        self._calls[(rank, transfer.kind, *same)] += 1
-        return (*same, "p2p" if len(same) == 4 else transfer.kind, turn), expected
+        turn = next(self._turns[(rank, kind, *same)])
+        return (*same, "p2p" if len(same) == 4 else kind, turn), expected
 
     def _begin(self, sides: list[Any], now: float) -> None:
         """Begin a transfer that all sides have reached."""
         # Both sides price the transfer from their own place; the slower of them holds up both.
         latency_s = max(price.latency_s for *_, price in sides)
         volume_s = max(price.volume_s for *_, price in sides)
-        flow = Flow(sides, latency_s, volume_s, now, now)
+        flow = Flow(left=latency_s, since=now, sides=sides, volume_s=volume_s, begin=now)
         for batch, *_ in sides:
             batch.stream.device.count_flows(+1, now)
         self.clock.push(now + flow.left, flow)

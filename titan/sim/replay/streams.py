@@ -1,7 +1,8 @@
 """Device of one rank in the replay: streams as queues, and kernels that share the device.
 
-`StreamQueue` works off its queue in order. `Device` sets the rate of the kernels that run at the same time: they share the device
-equally, and lose the SMs and the bandwidth that a transfer holds. Imports no torch.
+`StreamQueue` works off its queue in order. `Device` sets the rate of the kernels that run at the
+same time: they share the device equally, and lose the SMs and the bandwidth that a transfer holds.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from titan.sim.price.network import LINKS
 from titan.sim.record.trace import COMPUTE_STREAM, Group, Launch, Transfer
@@ -17,8 +18,9 @@ from titan.sim.record.trace import COMPUTE_STREAM, Group, Launch, Transfer
 from .clock import Clock, Signal, Work
 from .timeline import Cause, Interval, Lane, axis_of
 
-# A stream's queue holds tuples (kind, ...), because they are the cheapest objects of Python: a step has millions.
-# RUN a kernel, BATCH transfers, REACH count a signal down, AWAIT wait for a signal, STEP the step ends here.
+# A stream's queue holds tuples (kind, ...), because they are the cheapest objects of Python: a step
+# has millions. RUN a kernel, BATCH transfers, REACH count a signal down, AWAIT wait for a signal,
+# STEP the step ends here.
 RUN, BATCH, REACH, AWAIT, STEP = range(5)
 
 
@@ -27,10 +29,10 @@ class TransferBatch:
     """Transfers that run together: consecutive transfers of one work.
 
     Attributes:
-        sides: This rank's side of each transfer, with its group.
-        issued: Time at which the host issued the last of them.
-        since: Time at which the stream reached the batch.
-        left: Number of transfers that have not ended.
+        sides: this rank's side of each transfer, with its group.
+        issued: time at which the host issued the last of them.
+        since: time at which the stream reached the batch.
+        left: number of transfers that have not ended.
     """
 
     stream: StreamQueue
@@ -47,12 +49,12 @@ class StreamQueue(Lane):
     """Queue of one rank.
 
     Attributes:
-        cause: Reason for the current wait, and `blocked_since` its beginning.
+        cause: reason for the current wait, and `blocked_since` its beginning.
         last: TransferBatch that the host may still add to.
         running: TransferBatch that runs now.
-        version: Grows whenever the stream goes on, so that older entries of the clock are ignored.
-        launched: Number of kernels that the host has queued.
-        lead: Signals in the queue that limit how far ahead the host may be.
+        version: grows whenever the stream goes on, so that older entries of the clock are ignored.
+        launched: number of kernels that the host has queued.
+        lead: signals in the queue that limit how far ahead the host may be.
     """
 
     device: Device
@@ -67,10 +69,6 @@ class StreamQueue(Lane):
     lead: deque[Signal] = field(default_factory=deque)
 
     def fire(self, now: float) -> None:
-        """Go on at a time that the clock was asked for."""
-        self.advance(now)
-
-    def advance(self, now: float) -> None:
         """Work off the queue, until an entry runs or has to wait."""
         # Entered from the clock, from a signal, from a host: a stream that runs something is woken
         # when that ends.
@@ -95,8 +93,14 @@ class StreamQueue(Lane):
                 queue.popleft()
                 self.busy = True
                 self.device.note_computing(self, True, now)
-                run = KernelRun(self, item[3], item[2], now, now)
-                return self.device.start(run, copies=item[4], now=now)
+                _, _, seconds, launch, copies = item
+                device = self.device
+                pool = device.copies if copies else device.kernels
+                run = KernelRun(
+                    left=seconds, since=now, stream=self, event=launch, start=now, pool=pool
+                )
+                pool.append(run)
+                return device.retime(pool, now)
             if kind is AWAIT:
                 signal = item[1]
                 if signal.pending:
@@ -130,23 +134,19 @@ class StreamQueue(Lane):
         self.device.note_computing(self, False, now)
 
 
-@dataclass(slots=True, eq=False)
-class KernelRun:
-    """A kernel that runs (a `Work` of the clock).
+@dataclass(slots=True, eq=False, kw_only=True)
+class KernelRun(Work):
+    """A kernel that runs.
 
     Attributes:
-        start: Time at which it began.
-        pool: Kernels, or copies, that share the device with it.
+        start: time at which it began.
+        pool: kernels, or copies, that share the device with it.
     """
 
     stream: StreamQueue
     event: Launch
-    left: float
     start: float
-    since: float
-    rate: float = 1.0
-    version: int = 0
-    pool: list[KernelRun] = field(default_factory=list)
+    pool: list[KernelRun]
 
     def fire(self, now: float) -> None:
         """End the kernel."""
@@ -157,14 +157,7 @@ class KernelRun:
             stream.device.retime(self.pool, now)
         stream.segments.append((self.start, now, self.event))
         stream.busy = False
-        stream.advance(now)
-
-
-class Flowing(Work, Protocol):
-    """Volume of a transfer that is under way."""
-
-    def retime(self, now: float) -> None:
-        """Set its rate anew."""
+        stream.fire(now)
 
 
 @dataclass(eq=False)
@@ -172,17 +165,19 @@ class Device:
     """Streams of a rank, and everything that runs on its SMs, copy engines and links.
 
     Attributes:
-        rank: Global rank.
-        step: Number of the step that the host issues.
-        num_steps: Number of steps to replay.
-        arrive: Called with a batch of transfers that a stream has reached.
-        kernels: Kernels that run now.
-        copies: Copies between host and device that run now. They share the bus, and take nothing from kernels.
-        num_flows: Number of transfers that run now, latency included.
-        flows: Transfers whose volume is under way now.
-        computes: Whether the compute stream has work, so that it takes from transfers what they take from it.
-        links: Number of flows on each link.
-        transfers: Transfers of the last step.
+        rank: global rank.
+        step: number of the step that the host issues.
+        num_steps: number of steps to replay.
+        arrive: called with a batch of transfers that a stream has reached.
+        kernels: kernels that run now.
+        copies: copies between host and device that run now. They share the bus, and take nothing
+            from kernels.
+        num_flows: number of transfers that run now, latency included.
+        flows: transfers whose volume is under way now.
+        computes: whether the compute stream has work, so that it takes from transfers what they
+            take from it.
+        links: number of flows on each link.
+        transfers: transfers of the last step.
     """
 
     rank: int
@@ -197,7 +192,7 @@ class Device:
     kernels: list[KernelRun] = field(default_factory=list)
     copies: list[KernelRun] = field(default_factory=list)
     num_flows: int = 0
-    flows: list[Flowing] = field(default_factory=list)
+    flows: list[Work] = field(default_factory=list)
     computes: bool = False
     transfers: list[Interval] = field(default_factory=list)
 
@@ -237,17 +232,6 @@ class Device:
         """Share of their full rate at which kernels run, before they share the device."""
         return self.speed_beside_transfer if self.num_flows else 1.0
 
-    def start(self, run: KernelRun, *, copies: bool, now: float) -> None:
-        """Begin to run a kernel or a copy."""
-        pool = run.pool = self.copies if copies else self.kernels
-        pool.append(run)
-        # Alone on the device: no neighbour needs a new rate.
-        if len(pool) > 1:
-            self.retime(pool, now)
-        else:
-            run.rate = 1.0 if copies else self.speed
-            self.clock.push(now + run.left / run.rate, run)
-
     def retime(self, pool: list[KernelRun], now: float) -> None:
         """Set the rate of all kernels or copies that run."""
         rate = (1.0 if pool is self.copies else self.speed) / len(pool)
@@ -256,7 +240,8 @@ class Device:
 
     def count_flows(self, change: int, now: float) -> None:
         """Note that a transfer has begun (+1) or ended (-1)."""
-        # Only the first and the last transfer change the speed: several transfers hold the SMs of one.
+        # Only the first and the last transfer change the speed: several transfers hold the SMs of
+        # one.
         before, self.num_flows = self.num_flows, self.num_flows + change
         if self.kernels and not (before and self.num_flows):
             self.retime(self.kernels, now)

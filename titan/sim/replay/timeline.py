@@ -30,7 +30,7 @@ class Lane:
     """Past of a stream, or of a host. The first lane of a rank is its compute stream.
 
     Attributes:
-        cuts: Time and number of segments at the beginning and at the end of each step.
+        cuts: time and number of segments at the beginning and at the end of each step.
         segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap.
     """
 
@@ -49,9 +49,9 @@ class Interval(NamedTuple):
 
     Attributes:
         lane: "compute", "stream 3", "group pp".
-        start: Its beginning.
-        end: Its end.
-        event: The launch or transfer.
+        start: its beginning.
+        end: its end.
+        event: the launch or transfer.
     """
 
     lane: str
@@ -69,25 +69,25 @@ class RankTimeline:
         compute_s + exposed_s + peers_s + copies_s + host_s
 
     Attributes:
-        rank: Global rank.
-        compute_s: Kernels on the compute stream.
-        exposed_s: Waits of the compute stream for a running transfer, by axis.
-        overlapped_s: Transfers that run while the compute stream computes, by axis.
-        sent_bytes: Bytes of the transfers, by axis.
-        num_sent: Number of transfers, by axis.
-        waiting_s: Result of `waiting`.
-        peers_s: Waits for ranks that have not reached a transfer yet, or for the slowest rank at
+        rank: global rank.
+        compute_s: kernels on the compute stream.
+        exposed_s: waits of the compute stream for a running transfer, by axis.
+        overlapped_s: transfers that run while the compute stream computes, by axis.
+        sent_bytes: bytes of the transfers, by axis.
+        num_sent: number of transfers, by axis.
+        waiting_s: result of `waiting`.
+        peers_s: waits for ranks that have not reached a transfer yet, or for the slowest rank at
             the end of the step.
-        copies_s: Waits for kernels of other streams.
-        host_s: Waits for the host.
-        host_busy_s: Time for which the host is busy, beside the device.
-        by_phase_s: Kernels by phase.
-        by_kind_s: Kernels by kind.
-        by_module_s: Kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
-        by_work_s: Kernels by kind, launcher, dtype and module.
-        span_s: Time by phase, with the wait after each kernel.
-        intervals: Everything that ran on the device.
-        host: Everything that the host did, as a Lane's segments, on the clock of the intervals. The
+        copies_s: waits for kernels of other streams.
+        host_s: waits for the host.
+        host_busy_s: time for which the host is busy, beside the device.
+        by_phase_s: kernels by phase.
+        by_kind_s: kernels by kind.
+        by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
+        by_work_s: kernels by kind, launcher, dtype and module.
+        span_s: time by phase, with the wait after each kernel.
+        intervals: everything that ran on the device.
+        host: everything that the host did, as a Lane's segments, on the clock of the intervals. The
             host is ahead of the device,
         so this begins before 0.
     """
@@ -123,8 +123,8 @@ class Timeline:
     """Step of all traced ranks.
 
     Attributes:
-        step_s: Duration of the step.
-        ranks: Step of each rank.
+        step_s: duration of the step.
+        ranks: step of each rank.
     """
 
     step_s: float
@@ -152,7 +152,7 @@ def axis_of(group: Group) -> str:
     """Return a group's axes as one word.
 
     Args:
-        group: The process group.
+        group: the process group.
 
     Returns:
         A word such as "dp_shard+cp"; "one rank", or the group's name, for a group without axes.
@@ -190,13 +190,13 @@ def summarise(
     """Return the sums over the last step of a rank.
 
     Args:
-        rank: Global rank.
-        lanes: Its streams, with the compute stream first.
-        transfers: Its transfers in the last step.
-        host: Its host.
-        groups: Its process groups.
-        step_s: Duration of the step over all ranks.
-        origin: Time from which intervals count.
+        rank: global rank.
+        lanes: its streams, with the compute stream first.
+        transfers: its transfers in the last step.
+        host: its host.
+        groups: its process groups.
+        step_s: duration of the step over all ranks.
+        origin: time from which intervals count.
     """
     result = RankTimeline(rank)
     (begin, first), (end, last) = lanes[0].cuts[-2:]
@@ -215,7 +215,8 @@ def summarise(
             result.by_work_s[kernel.kind, kernel.host, kernel.dtype, module] += stop - start
         else:
             _attribute(result, what, start, stop, groups)
-    # A single step ends with its last stream. In consecutive steps, the rest overlaps with the next step.
+    # A single step ends with its last stream. In consecutive steps, the rest overlaps with the next
+    # step.
     if lanes[0].num_steps == 1:
         slowest = max(lanes, key=lambda lane: lane.cuts[-1][0])
         _attribute(result, slowest, end, slowest.cuts[-1][0], groups)
@@ -251,15 +252,15 @@ def waiting(
     """Return the seconds that ranks wait for slower ones, on average, by kind of transfer.
 
     The traced rank is the slowest device, and the busiest rank of each dispatch: it waits for
-    nobody, and its time is the step's. A rank of average speed finishes each kernel earlier, and waits at
-    the next transfer. In a dispatch it sends to the busiest rank, whose links are full, so that it
-    waits within the transfer.
+    nobody, and its time is the step's. A rank of average speed finishes each kernel earlier, and
+    waits at the next transfer. In a dispatch it sends to the busiest rank, whose links are full, so
+    that it waits within the transfer.
 
     Args:
-        rank: Timeline of the traced rank.
-        groups: Its process groups.
-        slowest: Time of a kernel here, over the time on an average device.
-        busiest: Tokens of its experts, over the mean.
+        rank: timeline of the traced rank.
+        groups: its process groups.
+        slowest: time of a kernel here, over the time on an average device.
+        busiest: tokens of its experts, over the mean.
     """
     waited: Sums = defaultdict(float)
     early, first = 0.0, ""

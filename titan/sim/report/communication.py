@@ -20,10 +20,11 @@ def communication(
     mean_by = timeline.mean_by
     sent = defaultdict[str, float](float)
     for rank, trace in traces.items():
-        for event in (event for event in trace.step if isinstance(event, Transfer)):
-            group = trace.groups[event.group]
-            num_bytes = card_bytes(event, group, profile, dispatch=dispatch, rank=rank)
-            sent[axis_of(group)] += num_bytes / len(traces)
+        for event in trace.step:
+            if isinstance(event, Transfer):
+                group = trace.groups[event.group]
+                num_bytes = card_bytes(event, group, profile, dispatch=dispatch, rank=rank)
+                sent[axis_of(group)] += num_bytes / len(traces)
     exposed, overlapped, volume = map(mean_by, ("exposed_s", "overlapped_s", "sent_bytes"))
     return {
         "exposed_s": sum(exposed.values()),

@@ -32,7 +32,7 @@ def write_page(simulation: StepSimulation, facts: Facts, path: Path) -> None:
     """Write the page.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: the file cannot be written.
     """
     data = {
         "title": f"{facts['model']} on {facts['world_size']} x {facts['hardware']}",

@@ -1,7 +1,8 @@
 """Limit of uneven routing: the largest load of a rank of experts before a job runs out of memory.
 
-The busiest rank of a dispatch gets some multiple of the mean number of tokens, and its memory grows with it. The allocations under
-a multiple lie between those of two others, so that the program of two is recorded and the others are computed.
+The busiest rank of a dispatch gets some multiple of the mean number of tokens, and its memory grows
+with it. The allocations under a multiple lie between those of two others, so that the program of
+two is recorded and the others are computed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def simulate_with_limit(config: JobConfig, **options: Any) -> Simulation:
     """Simulate a job, and set `fits_up_to` if ranks share its experts and it fits.
 
     Args:
-        config: The job.
-        options: Options of `simulate`.
+        config: the job.
+        options: options of `simulate`.
     """
     simulation = simulate(config, **options)
     if config.parallelism.expert_parallel_degree == 1:
@@ -47,8 +48,8 @@ def _routed(
 ) -> dict[str, float]:
     """Return the spread of the steps' time and load, and the memory of the step that exceeds 99 of 100.
 
-    Time and memory grow nearly in proportion with the load, so that they are on lines through three simulations: even routing, the
-    mean load and the 99th percentile.
+    Time and memory grow nearly in proportion with the load, so that they are on lines through three
+    simulations: even routing, the mean load and the 99th percentile.
     """
     import numpy as np  # most pages need none
 

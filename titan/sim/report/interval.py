@@ -1,16 +1,18 @@
 """Best interval between checkpoints, and the time that a run takes under failures.
 
-Failures come at random (exponential times between them, mean M for the job), and hit restarts, too. Work is done in intervals:
-tau seconds of training, delta seconds in which training stands still for a save, and w seconds in which the save is written
-beside training and does not count yet. A failure costs a restart of R seconds, and all work since the last save that counts.
-The expected time from one save to the next is then exactly
+Failures come at random (exponential times between them, mean M for the job), and hit restarts, too.
+Work is done in intervals: tau seconds of training, delta seconds in which training stands still for
+a save, and w seconds in which the save is written beside training and does not count yet. A failure
+costs a restart of R seconds, and all work since the last save that counts. The expected time from
+one save to the next is then exactly
 
     C = M exp((R + w) / M) (exp((tau + delta) / M) - 1)
 
-With w = 0 it is the complete model of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-(FGCS 2006). If saves are written beside training, the first save after a failure needs tau + delta + w without another
-failure, and each later save needs tau + delta. The sum over both cases is the factor exp(w / M). Goodput is tau over C. The
-best tau is about sqrt(2 delta M) (Young, "A first order approximation to the optimum checkpoint interval", CACM 1974), and
+With w = 0 it is the complete model of Daly, "A higher order estimate of the optimum checkpoint
+interval for restart dumps" (FGCS 2006). If saves are written beside training, the first save after
+a failure needs tau + delta + w without another failure, and each later save needs tau + delta. The
+sum over both cases is the factor exp(w / M). Goodput is tau over C. The best tau is about sqrt(2
+delta M) (Young, "A first order approximation to the optimum checkpoint interval", CACM 1974), and
 more exactly Daly's higher order. `titan sim --run` shows all this for a job. Imports no torch.
 """
 
@@ -60,8 +62,8 @@ def daly_interval_s(save_s: float, mtbf_s: float) -> float:
 def num_spares(mean: float, *, probability: float) -> int:
     """Return the number of spare nodes that is enough with a given probability.
 
-    Failures come at random and repairs do not wait for each other. So the number of absent nodes has a Poisson distribution,
-    whatever the distribution of a repair's time (Palm's theorem).
+    Failures come at random and repairs do not wait for each other. So the number of absent nodes
+    has a Poisson distribution, whatever the distribution of a repair's time (Palm's theorem).
 
     Args:
         mean: mean number of absent nodes.

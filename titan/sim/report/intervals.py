@@ -1,17 +1,20 @@
 """How sure a predicted speed is: an interval, from the errors of the classes of work that a step consists of.
 
-A step is a sum of classes: matmuls, attention, transfers within a node, ... The simulator misses the time of each class by some
-factor, of which `sigma` is the standard deviation. A step of which a class is the share s is off by s sigma, so that
+A step is a sum of classes: matmuls, attention, transfers within a node, ... The simulator misses
+the time of each class by some factor, of which `sigma` is the standard deviation. A step of which a
+class is the share s is off by s sigma, so that
 
     log(measured / predicted)   has the variance   floor^2 + sum over classes (s sigma)^2
 
-scripts/sim_accuracy.py fits `sigma` and `floor` to published runs, and writes errors.toml beside this file. `factor` is the number of
-such standard deviations that held 90% of the runs, each predicted without the runs of its own publication. Example: 60% matmuls
-(sigma .05) and 20% transfers (sigma .3), floor .02, factor 1.6: the root of (.02^2 + .03^2 + .06^2) is .07, and the interval is
-the prediction times exp(+-.11).
+scripts/sim_accuracy.py fits `sigma` and `floor` to published runs, and writes errors.toml beside
+this file. `factor` is the number of such standard deviations that held 90% of the runs, each
+predicted without the runs of its own publication. Example: 60% matmuls (sigma .05) and 20%
+transfers (sigma .3), floor .02, factor 1.6: the root of (.02^2 + .03^2 + .06^2) is .07, and the
+interval is the prediction times exp(+-.11).
 
-Two variants of one job share most of their error: a machine whose matmuls are slower than predicted slows both. Only shares that
-differ count in a comparison, (s_a sigma - s_b sigma)^2, with a floor of its own. Imports no torch.
+Two variants of one job share most of their error: a machine whose matmuls are slower than predicted
+slows both. Only shares that differ count in a comparison, (s_a sigma - s_b sigma)^2, with a floor
+of its own. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,10 +44,10 @@ class SpeedInterval(NamedTuple):
     """Interval of a predicted speed, in tokens/s/GPU.
 
     Attributes:
-        low: Its lower end.
-        high: Its upper end.
-        level: Share of the measurements that such intervals hold.
-        reason: Classes that make it wide, the worst first.
+        low: its lower end.
+        high: its upper end.
+        level: share of the measurements that such intervals hold.
+        reason: classes that make it wide, the worst first.
     """
 
     low: float
@@ -145,8 +148,8 @@ def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:
     """Return the interval of a predicted speed.
 
     Args:
-        speed: Tokens/s/GPU.
-        mix: Shares of the classes.
+        speed: tokens/s/GPU.
+        mix: shares of the classes.
     """
     known, sigma = errors(), errors()["sigma"]
     deviation = _deviation(mix, known["floor"], sigma)
@@ -172,8 +175,8 @@ def cannot_tell_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Return whether two variants of a job are equally fast, as far as the simulator can tell.
 
     Args:
-        a: Facts of one variant, from titan.sim.simulate.facts.
-        b: Facts of the other.
+        a: facts of one variant, from titan.sim.simulate.facts.
+        b: facts of the other.
     """
     return abs(log(a["tokens_per_s_per_gpu"] / b["tokens_per_s_per_gpu"])) <= ratio_width(a, b)
 

@@ -1,8 +1,8 @@
 """Simulated and measured step of a run (`titan sim JOB --measured RUN`): time by kind of work, and memory.
 
 The step time and the memory come from the run's metrics.jsonl, and the kinds of work from its last
-profiler trace, if it has one. An entry point of the group `titan.extensions`, measured.NAME, reads it.
-The simulated kernels are sorted in the same way.
+profiler trace, if it has one. An entry point of the group `titan.extensions`, measured.NAME, reads
+it. The simulated kernels are sorted in the same way.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def compare(simulation: Simulation, run: Path) -> list[Facts]:
     """Compare a simulation with a run.
 
     Args:
-        simulation: The simulated job.
-        run: Folder of a run of the job.
+        simulation: the simulated job.
+        run: folder of a run of the job.
 
     Returns:
         Rows of `name`, `unit`, `predicted` and `measured`, for the run's later steps and its rank

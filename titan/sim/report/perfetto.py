@@ -36,14 +36,13 @@ def write_trace(simulation: StepSimulation, path: Path) -> None:
     """Write one step of all traced ranks into a file, or into a folder with a file for each rank.
 
     Raises:
-        OSError: A file cannot be written.
+        OSError: a file cannot be written.
     """
     timelines = simulation.timeline.ranks
-    starts = [host[0][0] for t in timelines.values() if (host := t.host)]
     # The host is ahead of the device, and a trace begins at 0.
-    begin_s = min(
-        0.0, *starts, *(t.intervals[0].start for t in timelines.values() if t.intervals)
-    )
+    starts = [start for t in timelines.values() for start, _, _ in t.host[:1]]
+    starts += [interval.start for t in timelines.values() for interval in t.intervals[:1]]
+    begin_s = min([0.0, *starts])
     events = {
         rank: [*_events(trace, timelines[rank], begin_s)]
         for rank, trace in simulation.traces.items()
@@ -52,16 +51,17 @@ def write_trace(simulation: StepSimulation, path: Path) -> None:
     if path.is_dir():
         files = {path / f"rank-{rank}.json": [rank] for rank in events}
     for file, ranks in files.items():
-        world_size = simulation.world_size
-        info = {"backend": "nccl", "rank": ranks[0], "world_size": world_size}
-        of_ranks = [event for rank in ranks for event in events[rank]]
-        file.write_text(
-            json.dumps(
-                {"schemaVersion": 1, "distributedInfo": info, "displayTimeUnit": "ms"}
-                | {"traceEvents": of_ranks}
-            ),
-            encoding="utf-8",
-        )
+        data = {
+            "schemaVersion": 1,
+            "distributedInfo": {
+                "backend": "nccl",
+                "rank": ranks[0],
+                "world_size": simulation.world_size,
+            },
+            "displayTimeUnit": "ms",
+            "traceEvents": [event for rank in ranks for event in events[rank]],
+        }
+        file.write_text(json.dumps(data), encoding="utf-8")
 
 
 def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Record]:
@@ -73,7 +73,8 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
     def event(kind: str, tid: int, at_s: float, **values: Any) -> Record:
         return {"ph": kind, "pid": trace.rank, "tid": tid, "ts": us(at_s), **values}
 
-    # "X" is a complete event, "s" and "f" begin and end an arrow, "M" gives a name, "C" is a counter.
+    # "X" is a complete event, "s" and "f" begin and end an arrow, "M" gives a name, "C" is a
+    # counter.
     def span(
         tid: int, start: float, end: float, name: str, category: str, **args: Any
     ) -> Record:

@@ -22,9 +22,9 @@ def simulate_phases(
     """Simulate a step of each phase of a job.
 
     Args:
-        config: The job.
-        world_size: Number of ranks.
-        how: Other options of `simulate`.
+        config: the job.
+        world_size: number of ranks.
+        how: other options of `simulate`.
     """
     return [
         (phase, simulate_with_limit(phase.config, world_size=world_size, **how))
@@ -67,8 +67,9 @@ def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
         "MFU",
         "GiB",
         "time",
+        "",
     ]
-    table = [[*head, ""]]
+    table = [head]
     for number, row in enumerate(rows, 1):
         sizes = [row["steps"], row["sequences_per_step"], row["seq_len"]]
         speed = [duration(row["step_time_s"]), f"{row['tokens_per_s_per_gpu']:,.0f}"]

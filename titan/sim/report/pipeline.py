@@ -1,8 +1,9 @@
 """Picture of a job's pipeline schedule, as text: `titan sim JOB.toml --pipeline`.
 
-Ranks go down, time goes to the right, in units of a forward pass of one microbatch through one stage. A whole backward pass
-takes two units. Nothing runs or is measured: the order is that of training, and each action starts as soon as it can.
-`titan sim --trace` shows the same with simulated durations.
+Ranks go down, time goes to the right, in units of a forward pass of one microbatch through one
+stage. A whole backward pass takes two units. Nothing runs or is measured: the order is that of
+training, and each action starts as soon as it can. `titan sim --trace` shows the same with
+simulated durations.
 """
 
 from __future__ import annotations

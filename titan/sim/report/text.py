@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import floor, log10
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def say(text: str) -> None:
     """Show progress: on one line of a terminal that the next text replaces, or as a line of a log now and then.
 
     Args:
-        text: The line. An empty text clears the line of a terminal.
+        text: the line. An empty text clears the line of a terminal.
     """
     global _said_s
     if is_quiet():
@@ -75,7 +75,7 @@ def memory_limit(profile: Profile, gib: float | None) -> Profile:
     """Return the profile with the memory that --memory allows, all of which may be used.
 
     Raises:
-        ConfigError: The devices have less.
+        ConfigError: the devices have less.
     """
     if gib is None:
         return profile
@@ -99,8 +99,8 @@ def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> lis
     """Return rows of cells as lines of a table.
 
     Args:
-        rows: Rows with equally many cells.
-        left: Numbers of the columns that are aligned on the left. All others are aligned on the
+        rows: rows with equally many cells.
+        left: numbers of the columns that are aligned on the left. All others are aligned on the
             right.
 
     Returns:
@@ -130,7 +130,7 @@ def page(facts: Facts) -> str:
     """Return the page of a simulation.
 
     Args:
-        facts: The simulation as data, from titan.sim.simulate.facts.
+        facts: the simulation as data, from titan.sim.simulate.facts.
 
     Returns:
         The page, as lines for a terminal.
@@ -413,9 +413,10 @@ def _measured(rows: Iterable[Facts]) -> Iterator[str]:
         yield from ("", *(f"  {line}" for line in columns(table, left=(0,))))
 
 
-def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[str]:
+def _bars(
+    rows: Mapping[str, float], *, total: float, unit: Callable[[float], str]
+) -> Iterator[str]:
     """Yield rows with bars, and leave out rows that are too small to show."""
-    assert callable(unit)
     shown = {name: value for name, value in rows.items() if value > _SMALL * total}
     width = max(map(len, shown), default=0)
     for name, value in shown.items():
@@ -432,7 +433,7 @@ def duration(seconds: float) -> str:
     """Return seconds as text.
 
     Args:
-        seconds: The duration.
+        seconds: the duration.
 
     Returns:
         Seconds, or milliseconds below one second.

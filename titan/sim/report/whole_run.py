@@ -44,7 +44,8 @@ def state_bytes(simulation: Simulation) -> float:
     if config.training.enable_cpu_offload:
         ranks = [estimate_memory(config, model, layout)]
     params, optimizer = (sum(r[name] for r in ranks) for name in ("parameters", "optimizer"))
-    # The ranks seen hold the largest shards, which at a thousand shards are far above the mean. Their proportions are exact.
+    # The ranks seen hold the largest shards, which at a thousand shards are far above the mean.
+    # Their proportions are exact.
     return model.num_params * BYTES[config.training.dtype] * (1 + optimizer / params)
 
 
@@ -61,7 +62,8 @@ def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[fl
     held = size * layout.dp_replicate / layout.world_size / 1e9
     if mode == "async":
         return held / profile.pageable_gb_per_s, write_s
-    # A copy into pinned memory overlaps with the next step, whose update waits for it. The host still starts each copy.
+    # A copy into pinned memory overlaps with the next step, whose update waits for it. The host
+    # still starts each copy.
     num_tensors = max(len(t.setup) + len(t.first_step) for t in simulation.traces.values())
     start_s = num_tensors * (COPY_TINY * profile.host_tiny_us + profile.launch_us) * 1e-6
     copy_s = held / profile.host_gb_per_s
@@ -73,8 +75,9 @@ def phase_facts(simulation: Simulation, *, changes_layout: bool = False) -> Fact
     """Return the cost of one phase from its first step to its last. docs/simulator.md defines every field.
 
     Args:
-        simulation: A step of the phase.
-        changes_layout: The phase begins with a save in the foreground and a new start, in another layout.
+        simulation: a step of the phase.
+        changes_layout: the phase begins with a save in the foreground and a new start, in another
+            layout.
     """
     config, step_s = simulation.config, simulation.timeline.step_s
     run, steps, ranks = (

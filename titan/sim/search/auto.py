@@ -1,8 +1,9 @@
 """Layout that titan chooses for a job with `parallelism.layout = "auto"`, before its ranks start.
 
-The planner's formula ranks all layouts (candidates.py), and the simulator compares four to seven of them. Models above 75 billion
-parameters, and ranks on CPUs, get the first by formula. A choice is kept in two places: in the user's cache, by job, hardware, ranks
-and versions, and as layout.toml in the run folder, so that a resumed run keeps its layout.
+The planner's formula ranks all layouts (candidates.py), and the simulator compares four to seven of
+them. Models above 75 billion parameters, and ranks on CPUs, get the first by formula. A choice is
+kept in two places: in the user's cache, by job, hardware, ranks and versions, and as layout.toml in
+the run folder, so that a resumed run keeps its layout.
 """
 
 from __future__ import annotations
@@ -35,10 +36,8 @@ from titan.sim.report.text import say
 
 from .candidates import LayoutSearch, sequences_of
 from .command import settings_overlay
-from .point import Point, Settings
+from .point import Point, Settings, words
 from .reasons import reason
-from .seeds import lighter, seeds
-from .variants import Variant
 
 FILE = "layout.toml"
 _MOST = 12  # layouts that are simulated until one fits
@@ -65,9 +64,9 @@ class ChosenLayout:
     """Layout of a job.
 
     Attributes:
-        settings: Overrides of the job, with the reason.
-        runner_up: The layout that comes second, and how much slower it is. Empty: there is none.
-        ranks: Number of ranks and their hardware, as text.
+        settings: overrides of the job, with the reason.
+        runner_up: the layout that comes second, and how much slower it is. Empty: there is none.
+        ranks: number of ranks and their hardware, as text.
     """
 
     settings: Settings
@@ -77,7 +76,7 @@ class ChosenLayout:
     @property
     def overrides(self) -> list[str]:
         """The settings as words of a command line."""
-        return [f"--{key}={value}" for key, value in self.settings.items()]
+        return words(self.settings)
 
     def write(self, config: JobConfig) -> None:
         """Write the choice into the job's run folder, as an overlay."""
@@ -102,14 +101,15 @@ def resolve(
     """Return a job with its layout, and the choice if it is new. A job with a fixed layout, or with mistakes, stays as it is.
 
     Args:
-        job: Files and overrides, as on the command line.
-        world_size: Number of ranks.
-        profile: Returns the hardware of the ranks. It is not called for a layout that is kept.
-        keep: Whether the layout in the run folder is kept, if the job can still have it.
-        simulate: Whether layouts may be simulated. Otherwise the formula decides, if the cache has no choice.
+        job: files and overrides, as on the command line.
+        world_size: number of ranks.
+        profile: returns the hardware of the ranks. It is not called for a layout that is kept.
+        keep: whether the layout in the run folder is kept, if the job can still have it.
+        simulate: whether layouts may be simulated. Otherwise the formula decides, if the cache has
+            no choice.
 
     Raises:
-        ConfigError: No layout fits, or the hardware is not known.
+        ConfigError: no layout fits, or the hardware is not known.
     """
     try:
         config = load_from_argv(job, warn=False)
@@ -174,10 +174,9 @@ def choose(
     elif simulate:
         found = _by_simulation(search)
     choice = _by_formula(search, found) if isinstance(found, str) else found
-    if not simulate:
-        return choice
-    with suppress(OSError):  # the cache only saves time
-        write_text_atomically(file, json.dumps(asdict(choice)))
+    if simulate:
+        with suppress(OSError):  # the cache only saves time
+            write_text_atomically(file, json.dumps(asdict(choice)))
     return choice
 
 
@@ -191,37 +190,30 @@ def _held(config: JobConfig) -> set[str]:
 
 def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
     """Return the fastest of four to seven layouts, or the reason why the simulator has none."""
-    search.what = "layouts simulated"
-    tried, ranked = dict[Point, Variant](), list[Point]()
-
-    def simulate(points: list[Point]) -> None:
-        tried.update(zip(points, search(map(search.settings, points)), strict=True))
-        ranked[:] = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
-
-    alone = seeds(search)
-    simulate(alone + search.first(1))
-    for lost in (point for point in alone if not tried[point].fits):
-        simulate(lighter(search, lost, tried[lost].needed_gib))
-    simulate(search.neighbours(ranked[:1], 2))
-    while not ranked and len(tried) < _MOST and (points := search.first(2)):
-        simulate(points)
+    search.what, tried = "layouts simulated", search.tried
+    alone = search.seeds()
+    search.simulate([*alone, *search.first(1)])
+    search.simulate(search.lighter(alone))
+    search.simulate(search.neighbours(search.fitting[:1], 2))
+    while not search.fitting and len(tried) < _MOST and (points := search.first(2)):
+        search.simulate(points)
     say("")
     problems = [variant.problem for variant in tried.values() if variant.problem]
     if tried and len(problems) == len(tried):
         return f"the simulator cannot run it ({problems[0]})"
-    if not ranked:
+    if not search.fitting:
         raise _nothing_fits(search)
-    best, *others = ranked
+    best, *others = search.fitting
     text = (
         f"fastest of {len(tried)} layouts in simulation, of {len(search.points):,} that may fit by formula: "
         f"{tried[best].speed:,.0f} tokens/s/GPU, {tried[best].needed_gib:.1f} GiB"
     )
-    if not others:
-        return _choice(search, best, text, "")
-    second = tried[others[0]]
-    text += f"; against the runner-up: {reason(tried[best].facts, second.facts)}"
-    slower = 1 - second.speed / tried[best].speed
-    return _choice(search, best, text, f"{_describe(others[0])}, {slower:.0%} slower")
+    slower = ""
+    if others:
+        second = tried[others[0]]
+        text += f"; against the runner-up: {reason(tried[best].facts, second.facts)}"
+        slower = f", {1 - second.speed / tried[best].speed:.0%} slower"
+    return _choice(search, search.fitting, text, slower)
 
 
 def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:
@@ -239,16 +231,19 @@ def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:
         text = (
             f"data parallelism; by formula, models below {size} parameters are not to be judged"
         )
-    runner_up = f"{_describe(second)}{slower}" if first[1:] else ""
-    text = f"{text}; {why}"
-    return _choice(search, best, text, runner_up)
+    return _choice(search, first, f"{text}; {why}", slower)
 
 
-def _choice(search: LayoutSearch, point: Point, text: str, runner_up: str) -> ChosenLayout:
+def _choice(
+    search: LayoutSearch, points: Sequence[Point], text: str, slower: str
+) -> ChosenLayout:
+    """Return the first of these points, with the next one as the runner-up."""
+    best, *others = points
     ranks = f"{search.world_size} x {search.profile.name}"
     # Keys that the user sets are not among the settings.
-    settings = {_LAYOUT: "fixed", _REASON: f"{_describe(point)}: {text}"}
-    return ChosenLayout(settings | search.settings(point), runner_up, ranks)
+    settings = {_LAYOUT: "fixed", _REASON: f"{_describe(best)}: {text}"}
+    runner_up = f"{_describe(others[0])}{slower}" if others else ""
+    return ChosenLayout(settings | search.settings(best), runner_up, ranks)
 
 
 def _describe(point: Point) -> str:
@@ -299,11 +294,11 @@ def profile_here(config: JobConfig, ranks: int) -> Profile:
     """Return the profile of this machine.
 
     Args:
-        config: The job, which may name its accelerator.
-        ranks: Ranks on this machine.
+        config: the job, which may name its accelerator.
+        ranks: ranks on this machine.
 
     Raises:
-        ConfigError: The simulator has no figures of the accelerator.
+        ConfigError: the simulator has no figures of the accelerator.
     """
     if not count_accelerators():
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks

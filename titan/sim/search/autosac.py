@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,17 +25,15 @@ from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.record.trace import Trace
-from titan.sim.record.trace_jobs import TraceError
-from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import say
-from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
+from titan.sim.simulate import FAILURES, GIB, Simulation, facts, price, simulate
 
-from .command import settings_overlay, show
-from .point import Settings
+from .command import show
+from .knapsack import Kept
+from .point import Settings, words
 from .recomputation import (
     Blocks,
     Choices,
-    Kept,
     choose,
     find_blocks,
     keep,
@@ -52,8 +50,8 @@ class Choice:
     """Results that all blocks save.
 
     Attributes:
-        lines: The choice as activation_checkpoint.op_keep_by_block takes it.
-        simulation: Simulation of the job with this choice.
+        lines: the choice as activation_checkpoint.op_keep_by_block takes it.
+        simulation: simulation of the job with this choice.
     """
 
     lines: list[str]
@@ -62,15 +60,12 @@ class Choice:
 
 _KEY = "activation_checkpoint."
 _OP = {"mode": "selective", "selective_ac_option": "op"}
+_NO_MODULES = {"op_keep_modules": "[]"}
 _OTHERS: dict[str, Settings] = {
-    "full": {"mode": "full", "op_keep_modules": "[]"},
+    "full": {"mode": "full", **_NO_MODULES},
     "op": _OP,
-    "every 2nd block": {
-        "mode": "selective",
-        "selective_ac_option": "2",
-        "op_keep_modules": "[]",
-    },
-    "none": {"mode": "none", "op_keep_modules": "[]"},
+    "every 2nd block": {"mode": "selective", "selective_ac_option": "2", **_NO_MODULES},
+    "none": {"mode": "none", **_NO_MODULES},
 }
 """Modes of recomputation that a choice is compared with."""
 
@@ -78,7 +73,7 @@ _OTHERS: dict[str, Settings] = {
 def settings(lines: Sequence[str]) -> Settings:
     """Return a choice as settings of a job."""
     text = ", ".join(f'"{line}"' for line in lines)
-    kept = _OP | {"op_keep": "[]", "op_keep_modules": "[]", "op_keep_by_block": f"[{text}]"}
+    kept = _OP | {"op_keep": "[]", **_NO_MODULES, "op_keep_by_block": f"[{text}]"}
     return {_KEY + key: value for key, value in kept.items()}
 
 
@@ -88,47 +83,41 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     The simulation in the result says whether the choice fits.
 
     Args:
-        search: Job, ranks and devices. The job's settings of activation_checkpoint are replaced; the profile's `memory_gib` is the
-            memory that may be used.
-        host: Whether results may be offloaded to the host's memory.
+        search: job, ranks and devices. The job's settings of activation_checkpoint are replaced;
+            the profile's `memory_gib` is the memory that may be used.
+        host: whether results may be offloaded to the host's memory.
 
     Raises:
-        ConfigError: The rules refuse the job.
-        HardwareError: The hardware cannot run the job.
-        TraceError: The job cannot be traced.
-        ReplayError: The traced ranks wait for each other forever.
+        ConfigError: the rules refuse the job.
+        HardwareError: the hardware cannot run the job.
+        TraceError: the job cannot be traced.
+        ReplayError: the traced ranks wait for each other forever.
     """
     job, world_size, profile = search.job, search.world_size, search.profile
-    is_compiled = (
-        "model" in (compile := load_from_argv(job).compile).components and compile.enable
-    )
-
+    is_compiled = compiles_model(load_from_argv(job))
     # Without a limit the allocator never has to give memory back, which would be slow.
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
 
     def run(lines: Sequence[str], *more: str) -> Simulation:
-        overrides = (f"--{key}={value}" for key, value in settings(lines).items())
-        config = load_from_argv([*job, *overrides, *more])
+        config = load_from_argv([*job, *words(settings(lines)), *more])
         check_to_run(config, world_size=world_size)
         return simulate(
             config, world_size=world_size, profile=roomy, processes=search.processes
         )
 
-    base = run(["0:"], *(["--compile.enable=false"] if is_compiled else []))
+    base = run(["0:"], *["--compile.enable=false"] * is_compiled)
     cost = Cost(profile)
     blocks = {rank: find_blocks(trace, cost) for rank, trace in base.traces.items()}
+    first, to_host = base, 0
     if is_compiled:
-        every = {
-            layer: block for of_rank in blocks.values() for layer, block in of_rank.items()
-        }
+        first = run(["0:"])
+        every = dict(ChainMap(*blocks.values()))
         chosen = samples(every)
         measure(every, run(to_lines(chosen)).traces.values(), chosen, cost)
-    to_host = 0
-    if host and not is_compiled:
+    elif host:
         # What a rank can copy while it computes its forward passes.
         forward_s = base.timeline.mean_by("by_phase_s")["forward"]
         to_host = int(forward_s * profile.host_gb_per_s * 1e9 * 0.9)
-    first = run(["0:"]) if is_compiled else base
     limit = int(profile.usable_gib * GIB)
 
     def left(simulation: Simulation) -> dict[int, int]:
@@ -144,8 +133,9 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
             of_rank = choose(trace, blocks[rank], extra[rank] + to_host)
             traces[rank] = keep(trace, blocks[rank], of_rank)
             kept |= of_rank
-        lines = to_lines(kept, _to_host(kept, blocks, to_host))
-        exact = not is_compiled and not any(">host" in line for line in lines)
+        offloaded = [_to_host(of_rank, kept, to_host) for of_rank in blocks.values()]
+        lines = to_lines(kept, set().union(*offloaded))
+        exact = not is_compiled and not any(offloaded)
         now = price(base.config, base.layout, traces, roomy) if exact else run(lines)
         spare = left(now)
         fits = min(spare.values()) >= 0
@@ -153,9 +143,10 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
             best, best_fits = Choice(lines, now), True
         # Stop when it fits and little is left, or everything is kept.
         little = limit // 500
-        if (fits and max(spare.values()) < little) or all(c is None for c in kept.values()):
+        if (fits and max(spare.values()) < little) or set(kept.values()) == {None}:
             break
-        # Give up the missing bytes and some more, so that the next choice does not miss by a little.
+        # Give up the missing bytes and some more, so that the next choice does not miss by a
+        # little.
         for rank, number in spare.items():
             extra[rank] += number if number >= 0 else number - little // 2
     # Now on the device as it is.
@@ -164,22 +155,23 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     return best
 
 
-def _to_host(
-    kept: Mapping[int, Kept], blocks: Mapping[int, Blocks], num_bytes: int
-) -> set[tuple[int, str]]:
-    """Choose the saved results to offload.
+def compiles_model(config: JobConfig) -> bool:
+    """Return whether the job's blocks are compiled."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _to_host(blocks: Blocks, kept: Choices, left: int) -> set[tuple[int, str]]:
+    """Choose the saved results of a rank to offload: as many as `left` bytes.
 
     They are in the first blocks, whose results are needed last.
     """
     chosen: set[tuple[int, str]] = set()
-    for of_rank in blocks.values():
-        left = num_bytes
-        for layer, block in sorted(of_rank.items()):
-            for call in sorted(kept.get(layer) or ()):
-                size = block.sizes[call] * len(block.runs[call])
-                if size <= left:
-                    left -= size
-                    chosen.add((layer, call))
+    for layer, block in sorted(blocks.items()):
+        for call in sorted(kept[layer] or ()):
+            size = block.sizes[call] * len(block.runs[call])
+            if size <= left:
+                left -= size
+                chosen.add((layer, call))
     return chosen
 
 
@@ -207,13 +199,11 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
 
 def run(options: Namespace, search: Search, config: JobConfig) -> int:
     """Run `titan plan --only sac`. Return 1 if the job does not fit with any recomputation."""
-    others, compile = dict(_OTHERS), config.compile
-    if compile.enable and "model" in compile.components:
-        budget = {"mode": "memory_budget", "op_keep_modules": "[]"}
-        shares = ("0.25", "0.5", "0.75")
-        others |= {
-            f"memory_budget {share}": budget | {"memory_budget": share} for share in shares
-        }
+    others = dict(_OTHERS)
+    if compiles_model(config):
+        for share in ("0.25", "0.5", "0.75"):
+            budget = {"mode": "memory_budget", **_NO_MODULES, "memory_budget": share}
+            others[f"memory_budget {share}"] = budget
     search.what = "others simulated"
     try:
         say("choosing")
@@ -222,7 +212,7 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
         compared = search(
             plain | {_KEY + k: v for k, v in one.items()} for one in others.values()
         )
-    except (HardwareError, TraceError, ReplayError) as error:
+    except FAILURES as error:
         say("")
         print(error, file=sys.stderr)
         return 2
@@ -242,7 +232,5 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
             file=sys.stderr,
         )
         chosen = best[1].settings
-    overlay = settings_overlay(chosen, f"titan train {' '.join(search.job)} sac.toml")
-    data = {"op_keep_by_block": choice.lines}
-    show(options, config, data, dict(order), overlay, limit_gib=search.profile.usable_gib)
+    show(options, search, config, {"op_keep_by_block": choice.lines}, dict(order), chosen)
     return 0 if fitting else 1

@@ -30,8 +30,8 @@ from titan.parallel.schedules import build_schedule, stages_per_rank
 from titan.sim.estimate import estimate_memory, stacked_params
 from titan.sim.price.profiles import Profile
 
-from .point import ALSO, RESHARD, Kind, Point, Settings, distance
-from .variants import Search
+from .point import ALSO, RESHARD, Kind, Point, Settings, distance, words
+from .variants import Search, Variant
 
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
 # recomputes part of it, "2" does it in every second block.
@@ -44,9 +44,8 @@ _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 _HOPELESS = 1.5  # times the best time by the formula: a kind is not explored for its own sake
-_TRIES = (
-    8  # points of a kind that are checked against the rules, before the kind counts as refused
-)
+# Points of a kind that are checked against the rules, before the kind counts as refused.
+_TRIES = 8
 _SCHEDULES = {
     "1F1B": (1,),
     "Interleaved1F1B": (2, 4),
@@ -61,13 +60,14 @@ class LayoutSearch(Search):
     """Search for a job's layout: its candidates, beside their simulations.
 
     Attributes:
-        config: The job.
-        global_batch: Sequences of a step.
-        model: Sizes of the model.
-        seen: Points that were chosen.
-        also: Combinations of additional techniques.
-        held: Keys of the job that no candidate changes.
-        refusals: Why the job's rules refuse a point that was looked at, or "".
+        config: the job.
+        global_batch: sequences of a step.
+        model: sizes of the model.
+        seen: points that were chosen.
+        tried: points that were simulated.
+        also: combinations of additional techniques.
+        held: keys of the job that no candidate changes.
+        refusals: why the job's rules refuse a point that was looked at, or "".
     """
 
     def __init__(
@@ -86,26 +86,20 @@ class LayoutSearch(Search):
         self.config = config.on_device(profile.device_kind)
         self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = config.model.sizes
-        self.seen: set[Point] = set()
+        self.seen, self.tried = set[Point](), dict[Point, Variant]()
         self.held, self.refusals = held, dict[Point, str]()
-        # Every combination of the requested techniques, without those that one of them contains.
-        combinations = (
+        self.also = [
             tuple(itertools.compress(also, taken))
             for taken in itertools.product((False, True), repeat=len(also))
-        )
-        contained = {
-            (a, b) for a in also for b in also if ALSO[a][0].items() < ALSO[b][0].items()
-        }
-        self.also = [
-            found for found in combinations if not any({*p} <= {*found} for p in contained)
         ]
 
     @cached_property
     def points(self) -> list[Point]:
         """All points that divide evenly and may fit, the most promising first."""
         own = self.config.training.local_batch_size
-        # Where transfers are hidden, the formula is the same for each local batch and each stage of ZeRO. Then the job's own batch is
-        # first, and large ones next, and ZeRO-2, which transfers less.
+        # Where transfers are hidden, the formula is the same for each local batch and each stage of
+        # ZeRO. Then the job's own batch is first, and large ones next, and ZeRO-2, which transfers
+        # less.
         points = filter(self._may_fit, self.combinations())
         return sorted(points, key=lambda p: (self.seconds(p), p.batch != own, -p.batch, p.zero))
 
@@ -140,19 +134,57 @@ class LayoutSearch(Search):
         model, length = self.model, longest_sequence(self.config)
         # A rank's heads are whole, and TP stays within a node.
         tps = [n for n in _powers(self.profile.gpus_per_node) if model.n_kv_heads % n == 0]
-        tps = self.values(AXES["tp"], tps)
         # Short sequences gain nothing from being split, except where the job itself does.
-        cps = [n for n in _powers(self.world_size) if n == 1 or length // n >= _LONG // 2]
-        cps = self.values(AXES["cp"], {*cps, self.config.parallelism.context_parallel_degree})
+        cps = {n for n in _powers(self.world_size) if n == 1 or length // n >= _LONG // 2}
+        cps.add(self.config.parallelism.context_parallel_degree)
         # Powers of two cover the sensible degrees, and keep the number of points in the thousands.
-        pps = self.values(AXES["pp"], _powers(min(_MOST_STAGES, model.n_layers)))
-        for tp, cp, pp in itertools.product(tps, cps, pps):
+        pps = _powers(min(_MOST_STAGES, model.n_layers))
+        degrees = (self.values(AXES[a], n) for a, n in (("tp", tps), ("cp", cps), ("pp", pps)))
+        for tp, cp, pp in itertools.product(*degrees):
             dp, rest = divmod(self.world_size, tp * cp * pp)
-            if dp and not rest and self.global_batch % dp == 0:
-                for replicate in self.values(AXES["dp_replicate"], _powers(dp)):
-                    shard, rest = divmod(dp, replicate)
-                    if not rest and shard in self.values(AXES["dp_shard"], [shard]):
-                        yield from _batches(self, replicate, shard, tp, cp, pp)
+            if not dp or rest or self.global_batch % dp:
+                continue
+            for replicate in self.values(AXES["dp_replicate"], _powers(dp)):
+                shard, rest = divmod(dp, replicate)
+                if not rest and shard in self.values(AXES["dp_shard"], [shard]):
+                    batch = self.global_batch // dp
+                    yield from self._with_layout(
+                        Point(
+                            replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=batch
+                        )
+                    )
+
+    def _with_layout(self, layout: Point) -> Iterator[Point]:
+        """Yield the points of one layout, whose batch is all that a rank computes in a step."""
+        per_rank, pp, experts = layout.batch, layout.pp, self.model.num_experts
+        # Expert parallelism borrows the ranks of these axes.
+        lent = layout.shard * layout.cp * layout.tp
+        eps = self.values("parallelism.expert_parallel_degree", _powers(lent))
+        eps = [n for n in eps if lent % n == 0 and experts % n == 0] if experts else [0]
+        reshards = self.values(_RESHARD, RESHARD.values())
+        zeros = [zero for zero in (3, 2) if RESHARD[zero] in reshards]
+        # If the job holds its own mode of recomputation, it is the mode that the formula takes for
+        # it.
+        own = _recompute(self.config)
+        modes: Iterable[str] = _RECOMPUTE
+        if "activation_checkpoint.mode" in self.held:
+            modes = [own if own in _RECOMPUTE else "selective"]
+        for recompute, ep, zero, more in itertools.product(modes, eps, zeros, self.also):
+            plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
+            if zero == 3 and layout.shard * layout.cp == 1 < layout.replicate:
+                continue  # DDP gathers nothing
+            if pp == 1:
+                # Without a pipeline, accumulation makes up for a smaller batch.
+                yield from (replace(plain, batch=batch) for batch in divisors(per_rank))
+                continue
+            # A pipeline needs a microbatch for each rank, and layers for each stage.
+            sizes = self.values(_MICROBATCH, divisors(per_rank))
+            sizes = [n for n in sizes if per_rank % n == 0 and per_rank // n >= pp]
+            for schedule in self.values(_SCHEDULE, _SCHEDULES):
+                counts = _SCHEDULES.get(schedule) or (stages_per_rank(schedule),)
+                for stages, size in itertools.product(counts, sizes):
+                    if stages * pp <= self.model.n_layers:
+                        yield replace(plain, microbatch=size, schedule=schedule, stages=stages)
 
     def values(self, key: str, values: Iterable[Any]) -> list[Any]:
         """Return the values of a key to try: of a key that is held, the job's alone."""
@@ -241,8 +273,8 @@ class LayoutSearch(Search):
             else 0.0
         )
 
-        # For each pass FSDP gathers weights once or twice (2 bytes) and reduces gradients once (4 bytes).
-        # With replicas, an all-reduce adds up the shards of gradients.
+        # For each pass FSDP gathers weights once or twice (2 bytes) and reduces gradients once (4
+        # bytes). With replicas, an all-reduce adds up the shards of gradients.
         shards = point.shard * point.cp
         num_stacked = model.n_layers * stacked_params(model)
         held = (model.num_params - num_stacked) / (point.tp * point.pp)
@@ -259,8 +291,8 @@ class LayoutSearch(Search):
             moved = dispatched * model.dim * 2 * (1 - 1 / point.ep) * 2 * passes
             speed = self.speed(point.ep, stride=profile.gpus_per_node)
             within += model.n_layers / point.pp * moved / (speed * 1e9)
-        # The bubble stretches the work within a stage. FSDP's transfers hide behind the computation in
-        # part.
+        # The bubble stretches the work within a stage. FSDP's transfers hide behind the computation
+        # in part.
         step = (compute + within) / (1 - bubble)
         return step + max(0.0, data_parallel - _HIDDEN * compute)
 
@@ -269,8 +301,8 @@ class LayoutSearch(Search):
         profile = self.profile
         if span <= profile.gpus_per_node:
             return profile.ring_gb_per_s
-        # Each member on a node has a card of its own (titan/sim/price/network.py), and a ring uses all of them. A dispatch
-        # of tokens has one for each rank, as if the others were far away.
+        # Each member on a node has a card of its own (titan/sim/price/network.py), and a ring uses
+        # all of them. A dispatch of tokens has one for each rank, as if the others were far away.
         cards = max(1, profile.gpus_per_node // stride)
         return min(profile.ring_gb_per_s, cards * profile.nic_gb_per_s * profile.nic_share)
 
@@ -298,7 +330,8 @@ class LayoutSearch(Search):
         taken = Counter[tuple[Any, ...]](map(self.kind, self.seen))
         promising = _HOPELESS * min(map(self.seconds, self.points[:1]), default=0.0)
         kinds = [point for point in self.points if self.seconds(point) < promising]
-        # One of each kind in the first half. Then one of each split, then a second one, then up to 4, ...: none crowds out the others.
+        # One of each kind in the first half. Then one of each split, then a second one, then up to
+        # 4, ...: none crowds out the others.
         split = attrgetter("split")
         rounds = [(kinds, self.kind, 1, count - count // 2)]
         rounds += [(self.points, split, most, count) for most in (1, 2, 4, 8, 10**9)]
@@ -308,6 +341,45 @@ class LayoutSearch(Search):
                     taken.update([self.kind(point), point.split])
                     chosen.append(point)
         return sorted(chosen, key=self.seconds)
+
+    def seeds(self) -> list[Point]:
+        """Choose data parallelism alone, and beside expert parallelism: it costs the host least, which the formula does not know."""
+        return [
+            p for spread in (False, True) for p in self.data_parallel(spreads_experts=spread)
+        ]
+
+    def lighter(self, points: Iterable[Point]) -> list[Point]:
+        """Choose for each of these points that does not fit the best new point of data parallelism that should fit.
+
+        The formula is taken to be as far off as it was there.
+        """
+        found: list[Point] = []
+        for point in points:
+            variant = self.tried[point]
+            if not (variant.fits or variant.problem):
+                most = self.profile.usable_gib - variant.needed_gib + self.estimated_gib(point)
+                found += self.data_parallel(spreads_experts=point.ep > 1, below_gib=most)
+        return found
+
+    def simulate(self, points: Sequence[Point], *others: Settings) -> list[Variant]:
+        """Simulate points, and return the job with other settings. Points that a stop left out are not noted as tried."""
+        found = self([*others, *map(self.settings, points)])
+        pairs = zip(points, found[len(others) :], strict=True)
+        has_all = not self.stopped
+        self.tried |= {p: one for p, one in pairs if has_all or one.facts or one.problem}
+        return found[: len(others)]
+
+    def ranked(self, own: Point | None) -> list[Point]:
+        """Return the tried points that run: first those that fit, the fastest first. The job's own is the last of equals."""
+        runs = (p for p, variant in self.tried.items() if variant.fits or variant.is_tight)
+        order = {p: (self.tried[p].is_tight, -self.tried[p].speed, p == own) for p in runs}
+        return sorted(order, key=order.__getitem__)
+
+    @property
+    def fitting(self) -> list[Point]:
+        """Tried points that fit, the fastest first."""
+        fits = [point for point, variant in self.tried.items() if variant.fits]
+        return sorted(fits, key=lambda point: -self.tried[point].speed)
 
     def untried(self) -> list[Point]:
         """Return the most promising legal point of each kind of which none was chosen, the most promising first."""
@@ -354,53 +426,14 @@ class LayoutSearch(Search):
     def legal(self, point: Point) -> bool:
         """Return whether the job's own rules allow this point."""
         if point not in self.refusals:  # several rounds ask
-            words = [f"--{key}={value}" for key, value in self.settings(point).items()]
             self.refusals[point] = ""
             try:
-                config = load_from_argv([*self.job, *words], warn=False)
+                config = load_from_argv([*self.job, *words(self.settings(point))], warn=False)
                 check_to_run(config, world_size=self.world_size)
             except ConfigError as error:
                 problem = error.problems[0]
                 self.refusals[point] = f"{problem.key}: {problem.message}"
         return not self.refusals[point]
-
-
-def _batches(
-    search: LayoutSearch, replicate: int, shard: int, tp: int, cp: int, pp: int
-) -> Iterator[Point]:
-    """Yield the points of one layout."""
-    per_rank = search.global_batch // (replicate * shard)
-    layout = Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=per_rank)
-    # Expert parallelism borrows the ranks of these axes.
-    lent, experts = shard * cp * tp, search.model.num_experts
-    eps = search.values("parallelism.expert_parallel_degree", _powers(lent))
-    eps = [n for n in eps if lent % n == 0 and experts % n == 0] if experts else [0]
-    kept = search.values(_RESHARD, ())
-    zeros = [zero for zero in (3, 2) if RESHARD[zero] in kept or not kept]
-    # If the job holds its own mode of recomputation, it is the mode that the formula takes for it.
-    own = _recompute(search.config)
-    modes: Iterable[str] = _RECOMPUTE
-    if "activation_checkpoint.mode" in search.held:
-        modes = [own if own in _RECOMPUTE else "selective"]
-    for recompute, ep, zero, more in itertools.product(modes, eps, zeros, search.also):
-        plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
-        if zero == 3 and shard * cp == 1 < replicate:  # DDP gathers nothing
-            continue
-        if pp == 1:
-            # Without a pipeline, accumulation makes up for a smaller batch.
-            yield from (replace(plain, batch=batch) for batch in divisors(per_rank))
-            continue
-        # A pipeline needs a microbatch for each rank, and layers for each stage.
-        sizes = search.values(_MICROBATCH, divisors(per_rank))
-        for schedule in search.values(_SCHEDULE, _SCHEDULES):
-            counts = _SCHEDULES.get(schedule) or (stages_per_rank(schedule),)
-            for stages, size in itertools.product(counts, sizes):
-                if (
-                    per_rank % size == 0
-                    and per_rank // size >= pp
-                    and stages * pp <= search.model.n_layers
-                ):
-                    yield replace(plain, microbatch=size, schedule=schedule, stages=stages)
 
 
 def _recompute(config: JobConfig) -> str:

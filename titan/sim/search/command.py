@@ -18,6 +18,7 @@ from titan.sim.report.text import (
     utilization,
 )
 
+from .point import Settings
 from .reasons import lost_to
 from .variants import Search, Variant
 
@@ -28,11 +29,11 @@ def read_command(
     """Return a command's options, a search on the profile with the memory that --memory allows, and the job.
 
     Args:
-        parser: Parser with the command's own options. It gets --memory, too.
-        argv: Arguments; None for those of the process.
+        parser: parser with the command's own options. It gets --memory, too.
+        argv: arguments; None for those of the process.
 
     Raises:
-        ConfigError: An option or the job has a mistake.
+        ConfigError: an option or the job has a mistake.
     """
     parser.add_argument(
         "--memory",
@@ -48,14 +49,15 @@ def read_command(
 
 def show(
     options: Namespace,
+    search: Search,
     config: JobConfig,
     data: dict[str, Any],
     results: Mapping[str, Variant],
-    overlay: str,
-    *,
-    limit_gib: float,
+    chosen: Settings,
 ) -> None:
-    """Write the overlay and the data as the options say, and print the comparison: gains are over the first result."""
+    """Write the chosen settings and the data as the options say, and print the comparison: gains are over the first result."""
+    command = f"titan train {' '.join(search.job)} {options.only}.toml"
+    overlay = settings_overlay(chosen, command if chosen else "the job as it is")
     if options.output:
         options.output.write_text(overlay, encoding="utf-8")
     facts = {name: variant.facts for name, variant in results.items()}
@@ -66,7 +68,7 @@ def show(
     for name, variant in results.items():
         cells = figures(variant, base)
         # The limit may be below that of the device on which it was simulated.
-        too_big = variant.facts and variant.needed_gib > limit_gib and variant.fits
+        too_big = variant.fits and variant.needed_gib > search.profile.usable_gib
         rows.append([name, *cells[:-1], cells[-1] + (" does not fit" if too_big else "")])
     print(*columns(rows, left=(0, len(names) - 1)), sep="\n")
     print(f"wrote {options.output}" if options.output else f"\n{overlay.rstrip()}")
@@ -89,7 +91,7 @@ def figures(variant: Variant, base: float) -> list[str]:
     return [speed_range(facts, ""), gain, mfu, step, lost_to(facts), variant.memory]
 
 
-def settings_overlay(settings: Mapping[str, str], *comments: str) -> str:
+def settings_overlay(settings: Settings, *comments: str) -> str:
     """Return settings, by dotted key, as a TOML overlay below lines of comment."""
     sections: dict[str, list[str]] = {}
     for key, value in settings.items():

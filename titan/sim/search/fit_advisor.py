@@ -10,14 +10,12 @@ from titan.config.errors import divisors
 from titan.config.layout import AXES, Layout
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, load_profile, profile_names
-from titan.sim.record.trace_jobs import TraceError
-from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
 from titan.sim.routing import most_imbalance
-from titan.sim.simulate import HardwareError, facts
+from titan.sim.simulate import FAILURES, facts
 
-from .point import Settings
+from .point import Settings, words
 from .variants import Search, Variant
 
 _MOST = 5  # changes that are shown
@@ -35,10 +33,12 @@ def candidates(
     same = {"training.global_batch_size": str(batch * layout.dp * layout.accumulation)}
     # Modes that save more than the one at hand.
     modes = {"full": (), "none": ("selective", "full")}.get(ac.mode, ("full",))
-    # TP stays within a node, and takes its ranks from FSDP. Replicas hold whole copies: sharding over them adds communication only.
+    # TP stays within a node, and takes its ranks from FSDP. Replicas hold whole copies: sharding
+    # over them adds communication only.
     most = profile.gpus_per_node // layout.tp
     tps = [n for n in (2, 4, 8) if n <= most and layout.dp_shard % n == 0]
-    # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so all are tried.
+    # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so
+    # all are tried.
     sizes = [size for size in divisors(batch)[:-1] if size >= microbatch]
     is_chunked = config.loss.chunk_output or parallel.disable_loss_parallel
     kinds = [
@@ -65,7 +65,8 @@ def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
     model, training, parallel = config.model.sizes, config.training, config.parallelism
     if not model.num_experts:
         return []
-    # A part of the mean number of tokens sent: then the chunks of experts do not depend on the number that arrives.
+    # A part of the mean number of tokens sent: then the chunks of experts do not depend on the
+    # number that arrives.
     tokens = training.local_batch_size * training.seq_len // (layout.cp * layout.tp)
     if layout.pp > 1:
         tokens = (
@@ -73,7 +74,8 @@ def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
         )
     chunk, ep = tokens * model.top_k // 4, parallel.expert_parallel_degree
     is_chunked = 0 < config.moe.expert_chunk_rows <= chunk
-    # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse degrees that do not divide.
+    # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse degrees
+    # that do not divide.
     degrees = {2 * ep, max(1, ep // 2)} - {ep}
     by_degree = [{"parallelism.expert_parallel_degree": str(degree)} for degree in degrees]
     return [{"moe.expert_chunk_rows": str(chunk)}] * (not is_chunked) + by_degree
@@ -85,10 +87,10 @@ def find_changes(
     """Simulate changes of a job that save memory, and return at most five that fit, the fastest first.
 
     Args:
-        job: Files and overrides that `config` was loaded from.
-        config: The job.
-        layout: Its layout.
-        profile: The hardware.
+        job: files and overrides that `config` was loaded from.
+        config: the job.
+        layout: its layout.
+        profile: the hardware.
     """
     trials = Search(job, layout.world_size, profile, what="changes tried: the job does not fit")
     for changes in candidates(config, layout, profile):  # one change is less than two
@@ -103,10 +105,10 @@ def suggest(
     """Simulate a job for `titan check`, and changes that may help if it does not fit.
 
     Args:
-        job: Files and overrides that `config` was loaded from.
-        config: The job.
-        layout: Its layout.
-        hardware: Name or file of a profile.
+        job: files and overrides that `config` was loaded from.
+        config: the job.
+        layout: its layout.
+        hardware: name or file of a profile.
 
     Returns:
         {"simulation": facts, "fixes": changes with which it fits}, or {"not_simulated": reason}. If
@@ -128,7 +130,7 @@ def suggest(
             job = [*job, f"--simulator.expert_imbalance={imbalance}"]
         is_safe = simulation.fits and imbalance is None
         fitting = [] if is_safe else find_changes(job, config, layout, profile)
-    except (HardwareError, TraceError, ReplayError) as error:
+    except FAILURES as error:
         return {"not_simulated": str(error)}
     finally:
         say("")
@@ -159,7 +161,7 @@ def describe(answer: dict[str, Any]) -> list[str]:
     elif uneven or not step["fits"]:
         lines.append(f"no single change, nor two together, makes it fit{uneven}")
     for fix in fixes:
-        change = " ".join(f"--{key}={value}" for key, value in fix["settings"].items())
+        change = " ".join(words(fix["settings"]))
         lines.append(
             f"  {fix['tokens_per_s_per_gpu']:>8,.0f} tokens/s/GPU  {fix['needed_gib']:>6.1f} GiB  {change}"
         )

@@ -23,7 +23,7 @@ from titan.checks.rules import check_to_run
 from titan.config.schema import JobConfig
 from titan.sim.report.text import say
 
-from .command import settings_overlay, show
+from .command import show
 from .point import Settings
 from .variants import Search, Variant
 
@@ -35,13 +35,14 @@ def settings(*, unit: int, prefetch: int, kept: int) -> Settings:
     """Return a choice as settings of a job.
 
     Args:
-        unit: Blocks of an FSDP unit.
-        prefetch: Units that are gathered ahead.
-        kept: Blocks that stay gathered.
+        unit: blocks of an FSDP unit.
+        prefetch: units that are gathered ahead.
+        kept: blocks that stay gathered.
     """
     return {
         _KEY + "blocks_per_unit": f"{unit}",
-        # Not "never", even if all blocks stay: that keeps the embedding, too, which no backward pass needs.
+        # Not "never", even if all blocks stay: that keeps the embedding, too, which no backward
+        # pass needs.
         _KEY + "reshard_after_forward": "always",
         _KEY + "kept_blocks": f"{kept}",
         _KEY + "prefetch": f"{prefetch}",
@@ -57,10 +58,10 @@ def choose(
     """Return the fastest choice that needs at most `limit_gib`, or None.
 
     Args:
-        simulate: Simulates several choices at a time.
-        now: The job as it is.
-        num_blocks: Blocks of a pipeline rank.
-        limit_gib: Memory that may be used, inside and outside of the allocator.
+        simulate: simulates several choices at a time.
+        now: the job as it is.
+        num_blocks: blocks of a pipeline rank.
+        limit_gib: memory that may be used, inside and outside of the allocator.
     """
     found: list[Variant] = []
 
@@ -91,7 +92,8 @@ def choose(
 def run(options: Namespace, search: Search, config: JobConfig) -> int:
     """Run `titan plan --only fsdp`. Return 1 if no choice fits."""
     check_to_run(config, world_size=search.world_size)
-    # Without a limit the allocator never gives memory back, which would be slow and hide the job's need.
+    # Without a limit the allocator never gives memory back, which would be slow and hide the job's
+    # need.
     profile = search.profile
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
     simulate = replace(search, profile=roomy, what="choices simulated")
@@ -105,10 +107,6 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
         where = f"{limit_gib:.1f} of {profile.memory_gib:g} GiB"
         print(f"no choice fits in {where}; {reason}", file=sys.stderr)
         return 1
-    command = f"titan train {' '.join(search.job)} fsdp.toml"
-    overlay = (
-        settings_overlay(best.settings, command) if best.settings else "# the job as it is\n"
-    )
     results = {"as it is": now, "fsdp": best}
-    show(options, config, {"settings": best.settings}, results, overlay, limit_gib=limit_gib)
+    show(options, search, config, {"settings": best.settings}, results, best.settings)
     return 0

@@ -10,8 +10,9 @@ stay the job's, which is simulated as it is, too.
     then      neighbours of the fastest that fit (one setting changed), until `budget` candidates are simulated
     batch     the fastest is simulated with twice the global batch, or with --free global_batch with several
 
-candidates.py has the formula, and reasons.py the words. `budget` does not count the first row, except for degrees of EP.
-The page shows the best of each kind of layout (axes in use, and which cross nodes) before variants of it.
+candidates.py has the formula, and reasons.py the words. `budget` does not count the first row,
+except for degrees of EP. The page shows the best of each kind of layout (axes in use, and which
+cross nodes) before variants of it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ from .candidates import LayoutSearch
 from .command import figure_names, figures, read_command, settings_overlay
 from .point import ALSO, Kind, Point
 from .reasons import reason
-from .seeds import lighter, refused, seeds
 from .variants import Variant
 
 _BUDGET = 20  # candidates that are simulated
@@ -60,9 +60,9 @@ class Plan:
     """Result of a search.
 
     Attributes:
-        job: The job as it is.
-        ranked: Candidates that run: first those that fit, the fastest first, then the tight ones.
-        batches: The first of them, by other global batches in sequences.
+        job: the job as it is.
+        ranked: candidates that run: first those that fit, the fastest first, then the tight ones.
+        batches: the first of them, by other global batches in sequences.
     """
 
     job: Variant
@@ -74,15 +74,13 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
     """Simulate the job, its single changes, `budget` other candidates, and the best with another global batch.
 
     Args:
-        search: Search of the job.
-        budget: Number of candidates to simulate, without single changes of the job.
-        free_batch: Whether to try several global batches, rather than twice the job's alone.
+        search: search of the job.
+        budget: number of candidates to simulate, without single changes of the job.
+        free_batch: whether to try several global batches, rather than twice the job's alone.
 
     Returns:
         The job, and the candidates that run.
     """
-    results: dict[Point, Variant] = {}
-    ranked: list[Point] = []
     own = search.own()
     singles: list[Point] = []
     if own is not None:
@@ -90,45 +88,34 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
         singles = search.single_changes(own)
     # The job costs nothing of the budget, nor do its single changes, except those of EP.
     num_free = sum(own is not None and point.ep == own.ep for point in singles)
-    alone = seeds(search)
+    alone = search.seeds()
     # Half of the budget explores, the rest improves the results.
     num_first = budget // 2 - len(alone) - len(singles) + num_free
-    points = [*singles, *alone, *search.first(max(1, num_first))]
     search.total = budget = budget + num_free
-    job, *variants = search([{}, *map(search.settings, points)])
-    while True:
-        results |= {
-            point: variant
-            for point, variant in zip(points, variants, strict=True)
-            if variant.facts or variant.problem
-        }
-        known = results
-        if own is not None and job.facts:
-            known = results | {own: replace(job, settings=search.settings(own))}
-        ranked = sorted(
-            (p for p in known if known[p].fits or known[p].is_tight),
-            key=lambda p: (known[p].is_tight, -known[p].speed),
-        )
-        if search.stopped:
-            search.seen &= {own, *results}
-            break
+    points = [*singles, *alone, *search.first(max(1, num_first))]
+    [job] = search.simulate(points, {})
+    if own is not None and job.facts:
+        search.tried[own] = replace(job, settings=search.settings(own))
+        budget += 1
+    while not search.stopped:
         # A sixth of the budget in each round, so that later rounds start from better centres.
-        count = max(0, min(budget - len(results), max(2, budget // 6)))
-        lost = [p for p in alone if p in known and known[p].facts and not known[p].fits]
-        alone = [p for one in lost for p in lighter(search, one, known[one].needed_gib)][:count]
+        count = max(0, min(budget - len(search.tried), max(2, search.total // 6)))
+        alone = search.lighter(alone)[:count]
+        ranked, fitting = search.ranked(own), search.fitting
         # A tight candidate may have a neighbour that fits and is faster than those that do.
-        fitting = [point for point in ranked if known[point].fits]
-        tight = [point for point in ranked if not known[point].fits]
-        centres = [*fitting[:2], *tight[:1]]
+        centres = [*ranked[: min(2, len(fitting))], *ranked[len(fitting) :][:1]]
         # If nothing runs, try the next best candidates of the formula.
         count -= len(alone)
         more = search.neighbours(centres, count) if centres else search.first(count)
         points = [*alone, *more]
         if not points:
             break
-        variants = search(map(search.settings, points))
+        search.simulate(points)
+    if search.stopped:
+        search.seen &= {own, *search.tried}
     # The job has a row of its own. As a candidate it is shown only if nothing is faster.
-    shown = [(point, known[point]) for n, point in enumerate(ranked) if n == 0 or point != own]
+    ranked = search.ranked(own)
+    shown = [(p, search.tried[p]) for n, p in enumerate(ranked) if n == 0 or p != own]
     has_time = shown and not search.stopped
     batches = try_batches(search, shown[0], free=free_batch) if has_time else {}
     return Plan(job, shown, batches)
@@ -138,15 +125,15 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
     """Simulate the best plan with other global batches, and return the fastest that fits with each.
 
     Args:
-        search: Search of the job.
-        best: The best plan.
-        free: Whether to try half, 2, 4 and 8 times the batch, each with several local batches and modes of
-            recomputation, rather than twice the batch once.
+        search: search of the job.
+        best: the best plan.
+        free: whether to try half, 2, 4 and 8 times the batch, each with several local batches and
+            modes of recomputation, rather than twice the batch once.
     """
     if search.config.phase:  # which may have batches of their own
         return {}
     point, variant = best
-    tried: dict[int, list[Point]] = {}
+    pairs: list[tuple[int, Point]] = []
     for sequences in (int(search.global_batch * f) for f in ((0.5, 2, 4, 8) if free else (2,))):
         other = LayoutSearch(
             search.job,
@@ -159,10 +146,11 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
         # The formula's memory, corrected by what it misses of the best plan.
         missed = variant.needed_gib - search.estimated_gib(point)
         near = [p for p in near if other.estimated_gib(p) + missed < search.profile.usable_gib]
-        # The best mode of recomputation for each local batch: the formula knows little of what a larger one gains.
+        # The best mode of recomputation for each local batch: the formula knows little of what a
+        # larger one gains.
         modes = {p.batch: p for p in sorted(near, key=other.seconds, reverse=True)}
-        tried[sequences] = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
-    pairs = [(sequences, p) for sequences, points in tried.items() for p in points]
+        largest = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
+        pairs += [(sequences, p) for p in largest]
     layers = search.model.n_layers
     found = search(p.settings(sequences, num_layers=layers) for sequences, p in pairs)
     # Of each batch, the fastest that fits, or what needs least.
@@ -216,6 +204,19 @@ def table(search: LayoutSearch, job: Variant, shown: Sequence[Ranked]) -> Iterat
         if variant.facts:
             before = job.facts if job.facts and variant is not job else None
             yield f"  {name:<4} {reason(variant.facts, before)}"
+
+
+def refused(search: LayoutSearch, best: Point) -> list[Point]:
+    """Return the first point of each kind that the formula ranks above `best` and the job's rules refuse."""
+    tried = {*map(search.kind, search.seen)}
+    found: dict[Kind, Point] = {}
+    for point in search.points:
+        if search.seconds(point) >= search.seconds(best):
+            break
+        kind = search.kind(point)
+        if kind not in tried and not search.legal(point):
+            found.setdefault(kind, point)
+    return [*found.values()]
 
 
 def _mode(point: Point) -> str:

@@ -12,7 +12,8 @@ Settings = dict[str, str]
 """Overrides of a job."""
 _PIPELINE = "parallelism.pipeline_parallel_"
 RESHARD = {2: "never", 3: "always"}  # fsdp_reshard_after_forward by ZeRO stage
-# Additional techniques on request: settings, and about the share of the time that remains with them.
+# Additional techniques on request: settings, and about the share of the time that remains with
+# them.
 ALSO: dict[str, tuple[Settings, float]] = {
     "compile": ({"compile.enable": "true"}, 0.87),
     "float8": ({"model.converters": "quantize.linear.float8"}, 0.78),
@@ -29,19 +30,19 @@ class Point:
     """Settings that the search varies.
 
     Attributes:
-        replicate: Degree of replication (HSDP).
-        shard: Degree of sharding (FSDP).
-        tp: Degree of tensor parallelism.
-        cp: Degree of context parallelism.
-        pp: Degree of pipeline parallelism.
-        batch: Sequences of a forward pass on a rank.
-        ep: Degree of expert parallelism; 0 for a model without experts.
-        microbatch: Sequences of a microbatch in a pipeline.
-        schedule: Pipeline schedule.
-        stages: Pipeline stages on each rank.
-        recompute: Mode of activation checkpointing.
+        replicate: degree of replication (HSDP).
+        shard: degree of sharding (FSDP).
+        tp: degree of tensor parallelism.
+        cp: degree of context parallelism.
+        pp: degree of pipeline parallelism.
+        batch: sequences of a forward pass on a rank.
+        ep: degree of expert parallelism; 0 for a model without experts.
+        microbatch: sequences of a microbatch in a pipeline.
+        schedule: pipeline schedule.
+        stages: pipeline stages on each rank.
+        recompute: mode of activation checkpointing.
         zero: ZeRO stage. With 2, gathered parameters stay until the backward pass.
-        also: Names of additional techniques (`ALSO`).
+        also: names of additional techniques (`ALSO`).
     """
 
     replicate: int
@@ -61,7 +62,6 @@ class Point:
     @property
     def split(self) -> tuple[int, ...]:
         """Split of the model, without batch, recomputation and replicas."""
-        # Candidates of one split compete with each other first.
         return self.tp, self.cp, self.pp, self.ep
 
     @property
@@ -104,6 +104,11 @@ class Point:
         found |= {f"activation_checkpoint.{key}": n for key, n in self.checkpointing.items()}
         found |= {key: value for name in self.also for key, value in ALSO[name][0].items()}
         return {key: str(value) for key, value in found.items()}
+
+
+def words(settings: Settings) -> list[str]:
+    """Return overrides as words of a command line."""
+    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 def distance(one: Point, other: Point) -> int:

@@ -1,8 +1,8 @@
 """Why a layout is fast or slow, in numbers from the facts of its simulation: what it waits for, and what changed against the job.
 
-A step is kernels, and what is lost: exposed transfers by axis, the pipeline's bubble, waits for the host
-and for copies, and recomputation. The parts add up to the step, so their differences explain the
-difference of two layouts.
+A step is kernels, and what is lost: exposed transfers by axis, the pipeline's bubble, waits for the
+host and for copies, and recomputation. The parts add up to the step, so their differences explain
+the difference of two layouts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def crossing(facts: Facts) -> str:
     rows = facts["comm"]["by_axis"]
     sent = {axis: row["card_bytes"] for axis, row in rows.items() if row["card_bytes"]}
     kept = {axis: row["bytes"] for axis, row in rows.items() if axis not in sent}
-    # The loss and the norm of the gradients cross every axis in some bytes, which is not worth a word.
+    # The loss and the norm of the gradients cross every axis in some bytes, which is not worth a
+    # word.
     far, near = ([a for a in by if by[a] > _SHOWN * sum(by.values())] for by in (sent, kept))
     if not far:
         return ""

@@ -33,7 +33,7 @@ from titan.sim.report.phases import combine_phases
 from titan.sim.report.text import columns, degrees, say, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
-from .point import Settings
+from .point import Settings, words
 
 WORLD_SIZE = "world_size"
 """A key of variants that is no key of the config: ranks in all."""
@@ -44,11 +44,11 @@ class Variant:
     """Settings of a job on some hardware, with their simulation.
 
     Attributes:
-        settings: Overrides of the job.
-        hardware: Name of the profile.
-        facts: Facts of titan.sim.simulate.facts, of all phases combined.
-        problem: Reason why there are none.
-        parts: Phases that are simulated so far.
+        settings: overrides of the job.
+        hardware: name of the profile.
+        facts: facts of titan.sim.simulate.facts, of all phases combined.
+        problem: reason why there are none.
+        parts: phases that are simulated so far.
     """
 
     settings: Settings
@@ -102,29 +102,29 @@ def simulate_variants(
     """Simulate a job with each of these settings on each profile.
 
     Args:
-        job: Files and overrides, as on the command line.
-        settings: Overrides of each variant: keys of the config, and WORLD_SIZE.
-        world_size: Number of ranks, for variants that do not say.
-        profiles: Hardware to price every variant on.
-        processes: Number of processes that trace at once. All cores by default.
-        progress: Called with the number of variants that are done, and all. Those that run have facts.
+        job: files and overrides, as on the command line.
+        settings: overrides of each variant: keys of the config, and WORLD_SIZE.
+        world_size: number of ranks, for variants that do not say.
+        profiles: hardware to price every variant on.
+        processes: number of processes that trace at once. All cores by default.
+        progress: called with the number of variants that are done, and all. Those that run have
+            facts.
 
     Returns:
         The variants, by settings and then by profile. A variant that cannot run has a `problem` and
             no `facts`.
     """
     variants: list[Variant] = []
-    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]] = defaultdict(
-        list
-    )
+    by_key = defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]](list)
+    phases_left = Counter[int]()
     for chosen in settings:
         # One Variant for each profile: the settings are checked and traced once for all of them.
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
         variants += of_settings
+        overrides = dict(chosen)
+        ranks = int(overrides.pop(WORLD_SIZE, world_size))
         try:
-            overrides = [f"--{key}={chosen[key]}" for key in chosen if key != WORLD_SIZE]
-            config = load_from_argv([*job, *overrides])
-            ranks = int(chosen.get(WORLD_SIZE, world_size))
+            config = load_from_argv([*job, *words(overrides)])
             check_to_run(config, world_size=ranks)
         except ConfigError as error:
             # One reason is enough for a table that counts them.
@@ -134,24 +134,24 @@ def simulate_variants(
         for variant, profile in zip(of_settings, profiles, strict=True):
             variant.problem = not_simulated(config, profile)
             for phase in () if variant.problem else phases_of(config, world_size=ranks):
-                of_phase = resolve_layout(phase.config, ranks)
-                request = TraceRequest(phase.config.on_device(profile.device_kind), of_phase)
+                layout = resolve_layout(phase.config, ranks)
+                request = TraceRequest(phase.config.on_device(profile.device_kind), layout)
                 # Variants that differ in hardware or replicas alone share a key, and so a trace.
                 by_key[request.key].append((variant, request, profile, phase))
+                phases_left[id(variant)] += 1
 
     def report() -> None:
         # Refused variants are done already.
-        waiting = {id(variant) for parts in by_key.values() for variant, *_ in parts}
-        for variant in variants:
-            if id(variant) not in waiting and variant.parts:
-                variant.facts = {} if variant.problem else combine_phases(variant.parts)
-                variant.parts.clear()
-        progress(len(variants) - len(waiting), variants)
+        progress(len(variants) - len(+phases_left), variants)
 
     def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
         # One trace serves all variants of the key, each with its own replicas and hardware.
         for variant, request, profile, phase in by_key.pop(traced.key):
             _price(variant, request, traces, profile, phase)
+            phases_left[id(variant)] -= 1
+            if not phases_left[id(variant)]:
+                variant.facts = {} if variant.problem else combine_phases(variant.parts)
+                variant.parts.clear()
         report()
 
     report()
@@ -179,17 +179,18 @@ def _price(
 
 @dataclass
 class Search:
-    """Search for settings of a job: it simulates the job with each of them once. Every command that chooses settings has one.
+    """Search for settings of a job: it simulates the job with each of them. Every command that chooses settings has one.
 
     Attributes:
-        job: Files and overrides, as on the command line.
-        world_size: Number of ranks.
-        profile: The hardware.
-        processes: Number of processes that trace at once. All cores by default.
-        what: Label of the progress.
-        total: Number of settings that will be simulated, as far as it is known.
-        known: Variants by settings.
-        stopped: Whether Ctrl-C has ended the search, so that variants lack facts and problem. None: it ends the command.
+        job: files and overrides, as on the command line.
+        world_size: number of ranks.
+        profile: the hardware.
+        processes: number of processes that trace at once. All cores by default.
+        what: label of the progress.
+        total: number of settings that will be simulated, as far as it is known.
+        known: variants so far.
+        stopped: whether Ctrl-C has ended the search, so that variants lack facts and problem. None:
+            it ends the command.
     """
 
     job: Sequence[str]
@@ -198,18 +199,14 @@ class Search:
     processes: int | None = None
     what: str = "candidates simulated"
     total: int = 0
-    known: dict[str, Variant] = field(default_factory=dict)
+    known: list[Variant] = field(default_factory=list)
     stopped: bool | None = None
     began_s: float = field(default_factory=time.monotonic)
 
     def __call__(self, settings: Iterable[Settings]) -> list[Variant]:
         """Return the job with each of these settings, simulated."""
-        wanted = {str(one): one for one in settings}
-        new = {key: one for key, one in wanted.items() if key not in self.known}
-        before = len(
-            self.known.keys() - {str({})}
-        )  # the job as it is counts with the next ones
-
+        # The job as it is counts with the next ones.
+        before = sum(bool(variant.settings) for variant in self.known)
         found: Sequence[Variant] = []
 
         def progress(done: int, variants: Sequence[Variant]) -> None:
@@ -220,15 +217,15 @@ class Search:
             if done and left:
                 spent_s = time.monotonic() - self.began_s
                 text += f", about {duration(spent_s / done * left)} left"
-            best = max((*self.known.values(), *variants), key=lambda v: v.fits * v.speed)
-            if best.fits:
+            best = max((*self.known, *variants), key=lambda v: v.fits * v.speed, default=None)
+            if best and best.fits:
                 text += f", best so far {best.speed:,.0f} tokens/s/GPU: {degrees(best.facts)}"
             say(text)
 
         try:
             found = simulate_variants(
                 self.job,
-                new.values(),
+                settings,
                 world_size=self.world_size,
                 profiles=[self.profile],
                 processes=self.processes,
@@ -238,8 +235,8 @@ class Search:
             if self.stopped is None:
                 raise
             self.stopped = True
-        self.known |= zip(new, found, strict=True)
-        return [self.known[key] for key in wanted]
+        self.known += found
+        return [*found]
 
 
 def front(variants: Sequence[Variant]) -> list[Variant]:
