@@ -94,7 +94,7 @@ def _compile(
     program["reinterpret_tensor"] = _reinterpret
     compiled = RecordedProgram(tracer, program["call"])
     # `_Wrapper` writes calls of `enter_module` before each operation.
-    program["enter_module"] = compiled.enter_module
+    program["enter_module"] = tracer.scopes.enter_compiled
     if is_backward:
         return compiled
     # As a program of Inductor's own: a selective checkpoint around it sees it as one operation.

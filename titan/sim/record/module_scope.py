@@ -92,7 +92,7 @@ class ScopeTracker:
 
     def in_action(self, scope: Scope) -> Scope:
         """Return the same scope in the current pipeline action."""
-        return self._shared(scope.phase, scope.module, scope.call) if scope.action else scope
+        return self._shared(scope.phase, scope.module, scope.call)
 
     def _shared(self, phase: Phase, module: str, call: str) -> Scope:
         """Return a scope of the current action. Equal scopes are one object."""

@@ -26,7 +26,7 @@ from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, wrap_part
 from titan.sim.record.operators import size_bytes
 from titan.sim.record.segments import LAYER
-from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Kernel, Trace, number_of
+from titan.sim.record.trace import Allocate, Event, Kernel, Trace, left, outer_numbers
 from titan.step import train_step as module
 from titan.step.resolved import ResolvedJob, resolve_job
 
@@ -102,7 +102,7 @@ def record_program(
         for parameter, owner in _owners(program).items():
             tracer.storages.attribute([local(parameter)], owner)
         # Memory that remains after the construction: temporary memory is gone before the first step.
-        trace.setup, trace.tokens = _left(tracer.events), program.tokens
+        trace.setup, trace.tokens = left(tracer.events), program.tokens
         tracer.microbatches = None
         pipeline = program.pipeline
         repeats = repeats and tracer.replays_programs
@@ -129,9 +129,8 @@ def record_program(
                 tracer.scopes.phase = "forward"
                 if step == 1:
                     # The states come last, as in a step that makes them in its update.
-                    left = _left([*made, *trace.step])
                     trace.first_step = sorted(
-                        left,
+                        left([*made, *trace.step]),
                         # What the optimizer allocates comes last.
                         key=lambda e: isinstance(e, Allocate) and e.scope.phase == "optimizer",
                     )
@@ -159,10 +158,7 @@ def _make_states(program: Program) -> None:
 
 def _is_closed(events: list[Event]) -> bool:
     """Return whether a step ends everything that it begins, and refers to nothing before it."""
-    begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
-    used = {number_of(e) for e in events if not isinstance(e, BEGINS)} - {None}
-    blocks = {key for key in begun if key and key[0] == "block"}
-    return used <= begun and blocks <= used
+    return not outer_numbers(events) and not left(events)
 
 
 def cache_by_program(
@@ -180,12 +176,6 @@ def cache_by_program(
         return built[number]
 
     return get
-
-
-def _left(events: list[Event]) -> list[Event]:
-    """Return the allocations that are not freed."""
-    freed = {e.block for e in events if isinstance(e, Free)}
-    return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
 
 
 def _owners(program: Program) -> dict[Any, str]:
