@@ -7,7 +7,6 @@ computations that torch makes for itself: output shapes for DTensor, compilation
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,7 +97,9 @@ class Tracer(TorchDispatchMode):
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
         device.report_to(self.record)
-        selective.watch_selected_calls = self.scopes.in_call
+        selective.watch_selected_calls = lambda operation, place: self.scopes.within(
+            call=f"{operation}@{place}"
+        )
         self._patch()
         if mesh is None:
             torch_compat.watch_meshes(self.transfers.note_mesh)
@@ -133,19 +134,9 @@ class Tracer(TorchDispatchMode):
         """Append an event."""
         self.events.append(event)
 
-    def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its operations are not recorded."""
-
-        @functools.wraps(function)
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            with self.pause():
-                return function(*args, **kwargs)
-
-        return quiet
-
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Record nothing inside."""
+        """Record nothing inside. Its result is a decorator, too."""
         self._paused += 1
         try:
             yield
@@ -307,10 +298,10 @@ class Tracer(TorchDispatchMode):
     def _patch(self) -> None:
         """Replace the private functions of torch that would disturb the recording."""
         torch_compat.pause_in_compilation(self._compilation_begins, self._compilation_ends)
-        torch_compat.pause_in_sharding_propagation(self.paused)
+        torch_compat.pause_in_sharding_propagation(self.pause())
         torch_compat.defer_waits()
         torch_compat.report_unpack_errors(self._note_error)
-        torch_compat.compute_meshes_unfaked(self.paused)
+        torch_compat.compute_meshes_unfaked(self.pause())
         torch_compat.cache_mesh_slices()
         torch_compat.make_shards_lazily()
         # Not an operator, so it is not dispatched: FSDP frees and takes memory by it.
