@@ -43,7 +43,6 @@ from titan.parallel.init_weights import canonical_name
 from titan.sim.record import torch_compat
 from titan.sim.record.operators import classify, lists_in, tensors_in
 from titan.sim.record.program import Program, job_program
-from titan.sim.record.transfers import collective_of
 
 _BLOCK = re.compile(r"(.*\.)?layers\.\d+")
 CALL, OPERATION = 0.6, 2.5
@@ -52,7 +51,6 @@ to twelve jobs on a server's x86 core, whose parts they miss by 16% in the mean.
 UPDATE_CALL = 0.24
 """The same for a call while gradients are clipped and weights updated, where operations take lists of tensors."""
 _LARGEST = 20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
-_UNDER_WAY = torch.ops._c10d_functional._wrap_tensor_autograd.default  # no operation of its own
 _HOOKS = {
     "_fsdp_state.FSDPState": (
         "_pre_forward",
@@ -197,7 +195,7 @@ class Census(TorchDispatchMode):
         self.meter = meter
         self.operations: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
-        self._kinds: dict[Any, tuple[Any, bool]] = {}
+        self._kind_of = functools.cache(lambda func: classify(func).kind)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -207,11 +205,8 @@ class Census(TorchDispatchMode):
             return NotImplemented  # a DTensor's own operations come here afterwards
         part = self.meter.part
         self.operations[part] += 1
-        if func not in self._kinds:
-            is_collective = func is not _UNDER_WAY and bool(collective_of(func))
-            self._kinds[func] = classify(func).kind, is_collective
-        kind, is_collective = self._kinds[func]
-        if is_collective or kind is not None:
+        kind = self._kind_of(func)
+        if kind is not None:
             lists = lists_in(args) if kind == "optimizer" else []
             self.events[part] += len(lists[0]) if lists else 1
         return func(*args, **(kwargs or {}))
