@@ -87,14 +87,16 @@ def _compile(
     # helpers.
     program: dict[str, Any] = {}
     exec(compile(code, f"<compiled {graph_id}>", "exec"), program)
-    for name, value in names.items():
-        program[name] = _Launcher(tracer, value) if isinstance(value, _Fused) else value
-    # A "raw stream" is only handed on to `_Launcher.run`, which ignores it.
+    for value in names.values():
+        if isinstance(value, _Fused):
+            value.launch = tracer.launch
+    program |= names
+    # A "raw stream" is only handed on to `_Fused.run`, which ignores it.
     program["get_raw_stream"] = int
     program["reinterpret_tensor"] = _reinterpret
     compiled = RecordedProgram(tracer, program["call"])
     # `_Wrapper` writes calls of `enter_module` before each operation.
-    program["enter_module"] = compiled.enter_module
+    program["enter_module"] = tracer.scopes.enter_compiled
     if is_backward:
         return compiled
     # As a program of Inductor's own: a selective checkpoint around it sees it as one operation.
@@ -144,42 +146,33 @@ class _HostProgram:
 
 @dataclass
 class _Fused:
-    """Compiled kernel.
+    """Replacement of a compiled kernel, which records its launch.
 
     Attributes:
         kernel: The kernel as the trace describes it.
         pointers: Names of its arguments, if it was compiled for tensors of any size.
+        launch: Records a launch.
     """
 
     kernel: Kernel
     pointers: tuple[str, ...]
-
-
-class _Launcher:
-    """Replacement of a compiled kernel that records its launch."""
-
-    def __init__(self, tracer: Tracer, fused: _Fused) -> None:
-        self.tracer, self.fused = tracer, fused
+    launch: Callable[[Kernel], None] = lambda _: None
 
     def run(self, *args: Any, stream: Any) -> None:
         """Record a launch with these arguments."""
-        kernel = self.fused.kernel
-        # Compiled for any size: the bytes are known only now, from the tensors that come.
-        if self.fused.pointers:
-            sizes = [
-                (name, size_bytes(x))
-                for name, x in zip(
-                    self.fused.pointers, args, strict=False
-                )  # then come their sizes
-                if isinstance(x, Tensor)
-            ]
+        kernel = self.kernel
+        # Compiled for any size: the bytes are known only now, from the tensors that come. Their
+        # sizes come after them.
+        if self.pointers:
+            pairs = zip(self.pointers, args, strict=False)
+            sizes = [(name, size_bytes(x)) for name, x in pairs if isinstance(x, Tensor)]
             kernel = replace(
                 kernel,
                 # in_out pointers are read and written, so they count on both sides.
                 read_bytes=sum(size for name, size in sizes if not name.startswith("out_ptr")),
                 write_bytes=sum(size for name, size in sizes if not name.startswith("in_ptr")),
             )
-        self.tracer.launch(kernel)
+        self.launch(kernel)
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:

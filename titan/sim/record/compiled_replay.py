@@ -19,14 +19,15 @@ Example: a program computes y = mm(x, x) and z = relu(y), with x of shape (1024,
     Launch aten::relu                Launch aten::relu            Launch aten::relu
     Free 1 (y)                       Free 1                       Free 4
 
-The output is described as ("made", 2) with the shape of z: a replay returns a new tensor of this
+The output is described as ("block", 2) with the shape of z: a replay returns a new tensor of this
 shape in block 5.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,6 @@ from titan.sim.record import device
 from titan.sim.record.operators import tensors_in
 from titan.sim.record.torch_compat import uncached_calls
 from titan.sim.record.trace import (
-    BEGINS,
     Allocate,
     AwaitEvent,
     AwaitWork,
@@ -48,14 +48,12 @@ from titan.sim.record.trace import (
     Scope,
     Transfer,
     number_of,
+    outer_numbers,
+    scope_of,
 )
 
 if TYPE_CHECKING:
     from titan.sim.record.tracer import Tracer
-
-_Memory = tuple[str, int]
-"""Where an output is: ("input", its number), ("part", number of the input whose memory it shares),
-or ("made", the block)."""
 
 
 @dataclass(frozen=True)
@@ -110,29 +108,46 @@ class Shape:
             return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
+@dataclass(frozen=True)
+class Output:
+    """Tensor that a recorded part of a program returned.
+
+    Attributes:
+        memory: Place of its memory: ("block", number) of a recorded allocation. Of a program also
+            ("input", number) if it is an input, and ("part", number) if it shares an input's memory.
+        shape: Its shape.
+        requires_grad: Whether it requires a gradient.
+    """
+
+    memory: tuple[str, int]
+    shape: Shape
+    requires_grad: bool = False
+
+
 class Repetition:
     """Emission of recorded events with new numbers.
 
     Attributes:
         shift: Distance of the rank that recorded the events from this process's rank.
-        made: New blocks, by the keys that `emit` gets for the recorded ones.
-        numbers: New events and works, by these keys.
+        made: New blocks, by the numbers of the recorded ones.
+        numbers: New events and works, by the recorded ones.
+        held: Tensors in new blocks, each with the entry that follows its memory.
     """
 
     def __init__(self, tracer: Tracer, shift: int) -> None:
         self.tracer, self.shift = tracer, shift
         self.made: dict[Any, Allocate] = {}
         self.numbers: dict[Any, int] = {}
+        self.held: dict[Any, tuple[Any, Tensor]] = {}
 
-    def emit(self, event: Event, key: Any, scope: Scope) -> None:
+    def emit(self, event: Event, scope: Scope) -> None:
         """Record an event again.
 
         Args:
             event: The recorded event.
-            key: Identity of the block, event or work that it names.
             scope: Scope of the new event.
         """
-        tracer, transfers = self.tracer, self.tracer.transfers
+        tracer, transfers, key = self.tracer, self.tracer.transfers, number_of(event)
         match event:
             case Launch():
                 tracer.record(Launch(event.kernel, event.stream, scope))
@@ -140,6 +155,9 @@ class Repetition:
                 size, stream, category = event.size_bytes, event.stream, event.category
                 self.made[key] = tracer.storages.allocate(size, stream, category, scope)
             case Free():
+                # The tensor's memory ends here, even if the tensor has other references.
+                if key in self.held:
+                    self.held.pop(key)[0].event = None
                 tracer.record(Free(self.made[key].block))
             case Transfer():
                 work = self._number(key, transfers.number_of_work)
@@ -150,13 +168,23 @@ class Repetition:
             case RecordEvent() | AwaitEvent():
                 tracer.record(replace(event, event=self._number(key, device.number_of_event)))
             case _:
-                tracer.record(replace(event))
+                tracer.record(event)
 
     def _number(self, key: Any, new: Callable[[], int]) -> int:
         """Return the new number of a recorded event or work."""
         if key not in self.numbers:
             self.numbers[key] = new()
         return self.numbers[key]
+
+    def tensor(self, output: Output) -> Tensor:
+        """Return a tensor like a recorded one, in the block that was emitted in place of its block."""
+        with self.tracer.pause():
+            if output.memory in self.held:
+                return output.shape.within(self.held[output.memory][1])
+            made = output.shape.allocated()
+        entry = self.tracer.storages.adopt(made, self.made[output.memory])
+        self.held[output.memory] = entry, made
+        return made
 
 
 @dataclass
@@ -165,37 +193,32 @@ class _RecordedRun:
 
     Attributes:
         shift: Distance of the rank that ran it from this process's rank.
-        log: In order: events; pairs (module, whether it recomputes) that hold for the events after
-            them; and lists of inputs
-        that are released at this point.
-        outputs: Memory and shape of each output. An output that is no tensor stands for itself.
+        scope: Scope in which it ran.
+        log: In order: events, and lists of inputs that are released at this point.
+        outputs: Outputs. A value that is no tensor stands for itself.
     """
 
     shift: int
-    log: list[Event | tuple[str, bool] | list[int]] = field(default_factory=list)
-    outputs: list[tuple[_Memory, Shape] | Any] = field(default_factory=list)
+    scope: Scope
+    log: list[Event | list[int]]
+    outputs: list[Output | Any]
 
 
 class RecordedProgram:
     """Compiled program under a tracer.
 
     Attributes:
-        call: The program. It takes its inputs in a list, which it empties, and calls
-            `enter_module`.
+        call: The program. It takes its inputs in a list, which it empties.
     """
 
     def __init__(self, tracer: Tracer, call: Callable[[list[Any]], Any]) -> None:
         self.tracer, self.call = tracer, call
         self._boxed_call = True  # for torch: inputs are freed when they were last used
         self._runs: dict[Any, _RecordedRun] = {}
-        self._notes: list[
-            tuple[int, Any]
-        ] = []  # entries of the log that are no events, with the position
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program, or replay an earlier run with inputs of the same kind."""
         tracer = self.tracer
-        self._notes.clear()
         with tracer.compiled():
             # An unfinished collective ties its result to the run outside, so that it cannot be
             # repeated.
@@ -214,36 +237,29 @@ class RecordedProgram:
             kind = (device.current_stream(), *(_kind(a, first) for a in inputs))
             if kind in self._runs:
                 return self._replay(self._runs[kind], inputs)
-            run, outputs = self._record(inputs, addresses, first)
-            if run is not None:
+            outputs, run = self._record(inputs, addresses, first)
+            # A result under way, or what refers to something from before, could not be repeated.
+            blocks = [o.memory[1] for o in run.outputs if isinstance(o, Output)]
+            awaited = any(map(tracer.transfers.is_awaited, tensors_in(outputs)))
+            if not awaited and -1 not in blocks and not outer_numbers(run.log):
                 self._runs[kind] = run
             return outputs
-
-    def enter_module(self, module: str, recomputes: bool) -> None:
-        """Note the module within the compiled one that the events from here on belong to.
-
-        The program calls this.
-        """
-        self.tracer.scopes.enter_compiled(module, recomputes)
-        self._notes.append((len(self.tracer.events), (module, recomputes)))
 
     # ---- the first run
 
     def _record(
         self, inputs: list[Any], addresses: list[int], first: dict[int, int]
-    ) -> tuple[_RecordedRun | None, list[Any]]:
-        """Run the program, and return its record and its outputs.
-
-        The record is None if the program refers to something outside itself.
-        """
+    ) -> tuple[list[Any], _RecordedRun]:
+        """Run the program, and return its outputs and its record."""
         tracer, storages = self.tracer, self.tracer.storages
         stand_ins, input_of = list(inputs), dict[int, int]()  # by address of the stand-in
+        log: list[Any] = []
 
         # Called when a stand-in ends, so at the last use of the inputs that it stands for.
         def done_with(address: int, stand_in: int) -> None:
             del input_of[stand_in]
             same = [i for i, a in enumerate(addresses) if a == address]
-            self._notes.append((len(tracer.events), same))
+            log.append(same)
             for i in same:
                 inputs[i] = None
 
@@ -259,7 +275,8 @@ class RecordedProgram:
                     if a == address:
                         stand_ins[j] = Shape.of(inputs[j]).within(memory)
                 del memory
-        start = len(tracer.events)
+        scope, before = tracer.scopes.current(), tracer.events
+        tracer.events = log
         outputs, described = [], []
         # From here on, only the program holds the stand-ins.
         for output in self.call(stand_ins):
@@ -270,83 +287,70 @@ class RecordedProgram:
             shape, source = Shape.of(output), input_of.get(_address(output), -1)
             # New memory. Its block tells the later runs which allocation it is.
             if source < 0:
-                described.append((("made", storages.block_of(output)), shape))
+                described.append(Output(("block", storages.block_of(output)), shape))
                 outputs.append(_plain(output))
                 continue
             # An output in an input's memory: the input itself, or a part of it.
             same = [i for i, a in enumerate(addresses) if a == addresses[source]]
             whole = next((i for i in same if Shape.of(inputs[i]) == shape), None)
-            described.append((("part", source) if whole is None else ("input", whole), shape))
+            place = ("part", source) if whole is None else ("input", whole)
+            described.append(Output(place, shape))
             outputs.append(self._of_input(described[-1], inputs))
-        run = _RecordedRun(
-            tracer.transfers.shift,
-            _in_order(tracer.events[start:], self._notes, start),
-            described,
-        )
-        # -1: memory that this run did not allocate. Such an output, a result under way or a wait
-        # for something from before could not be repeated.
-        blocks = [memory[1] for memory, _ in filter(_is_tensor, described)]
-        awaited = any(map(tracer.transfers.is_awaited, tensors_in(outputs)))
-        return None if -1 in blocks or awaited or _refers_outside(run) else run, outputs
+        tracer.events = before
+        before += (entry for entry in log if not isinstance(entry, list))
+        # Memory from before may not end there again. Events are copied, since their categories are
+        # still set later on.
+        new = {entry.block for entry in log if isinstance(entry, Allocate)}
+        log = [
+            replace(entry) if isinstance(entry, Event) else entry
+            for entry in log
+            if not isinstance(entry, Free) or entry.block in new
+        ]
+        return outputs, _RecordedRun(tracer.transfers.shift, scope, log, described)
 
     # ---- later ones
 
     def _replay(self, run: _RecordedRun, inputs: list[Any]) -> list[Any]:
         """Emit the events of an earlier run with new numbers, for other inputs of the same kind."""
-        tracer, scopes = self.tracer, self.tracer.scopes
+        scopes = self.tracer.scopes
+
+        # Looked up once for each recorded scope, and shared by its events.
+        @functools.cache
+        def here(recorded: Scope) -> Scope:
+            inner = recorded.module[len(run.scope.module) + 1 :]
+            scopes.enter_compiled(inner, recorded.phase != run.scope.phase)
+            return scopes.current()
+
         # Inputs that come back as outputs must survive the releases in the log.
-        kept = {
-            o[0][1]: inputs[o[0][1]] for o in run.outputs if _is_tensor(o) and o[0][0] != "made"
-        }
-        repetition = Repetition(tracer, run.shift)
-        current = scopes.current()
-        known: dict[tuple[str, bool], Scope] = {}
+        outside = (o.memory for o in run.outputs if isinstance(o, Output))
+        kept = {number: inputs[number] for what, number in outside if what != "block"}
+        repetition = Repetition(self.tracer, run.shift)
         for entry in run.log:
-            match entry:
-                case tuple():
-                    if entry not in known:
-                        # A Scope is looked up once for each module, and shared by its events.
-                        scopes.enter_compiled(*entry)
-                        known[entry] = scopes.current()
-                    current = known[entry]
-                case list():
-                    # The inputs' memory ends here if nobody else holds it, and storages.py records
-                    # that.
-                    for i in entry:
-                        inputs[i] = None
-                case _:
-                    repetition.emit(entry, number_of(entry), current)
-        # Outputs: of each new memory one tensor without a record, adopted as the block allocated
-        # above. Others in it become parts.
-        outputs: list[Any] = []
-        memories: dict[_Memory, Tensor] = {}
-        for output in run.outputs:
-            if not _is_tensor(output):
-                outputs.append(output)
-            elif output[0][0] != "made":
-                outputs.append(self._of_input(output, kept))
-            elif (memory := output[0]) in memories:
-                with tracer.pause():
-                    outputs.append(output[1].within(memories[memory]))
+            if isinstance(entry, list):
+                # The inputs' memory ends here if nobody else holds it, and storages.py records
+                # that.
+                for i in entry:
+                    inputs[i] = None
             else:
-                with tracer.pause():
-                    memories[memory] = output[1].allocated()
-                tracer.storages.adopt(memories[memory], repetition.made["block", memory[1]])
-                outputs.append(memories[memory])
+                scope = scope_of(entry)
+                repetition.emit(entry, scope and here(scope))
+        outputs: list[Any] = []
+        for output in run.outputs:
+            if not isinstance(output, Output):
+                outputs.append(output)
+            elif output.memory[0] == "block":
+                outputs.append(repetition.tensor(output))
+            else:
+                outputs.append(self._of_input(output, kept))
         return outputs
 
-    def _of_input(self, output: tuple[_Memory, Shape], inputs: Any) -> Tensor:
+    def _of_input(self, output: Output, inputs: Any) -> Tensor:
         """Return an output that is an input, or a part of an input's memory."""
-        (what, number), shape = output
+        what, number = output.memory
         if what == "input":
             return inputs[number]
         with self.tracer.pause():
-            return shape.within(inputs[number])
-
-
-def _is_tensor(output: Any) -> bool:
-    """Return whether an output's description describes a tensor."""
-    return isinstance(output, tuple)
+            return output.shape.within(inputs[number])
 
 
 def _address(value: Any) -> int:
@@ -367,37 +371,6 @@ def _kind(value: Any, first: dict[int, int]) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (first.get(_address(value), -1), Shape.of(value))
-
-
-def _in_order(
-    events: list[Event], notes: list[tuple[int, Any]], start: int
-) -> list[Event | tuple[str, bool] | list[int]]:
-    """Return the log of a run: events and notes by position.
-
-    The end of memory that began before the run is left out, since it may not end there again.
-    """
-    allocated_here = {event.block for event in events if isinstance(event, Allocate)}
-    order: list[Any] = []
-    position = 0
-    # Events and notes, merged by number. Events are copied, since their categories are still set
-    # later on.
-    for number, note in [*notes, (start + len(events), None)]:
-        for event in events[position : number - start]:
-            if not isinstance(event, Free) or event.block in allocated_here:
-                order.append(replace(event))  # noqa: PERF401
-        position = number - start
-        if note is not None:
-            order.append(note)
-    return order
-
-
-def _refers_outside(run: _RecordedRun) -> bool:
-    """Return whether a run waits for something that began before it."""
-    events = [e for e in run.log if not isinstance(e, tuple | list)]
-    begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
-    return any(
-        number_of(e) not in begun for e in events if isinstance(e, AwaitWork | AwaitEvent)
-    )
 
 
 def _plain(output: Any) -> Any:

@@ -26,7 +26,7 @@ import gc
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -41,9 +41,8 @@ from titan.config.schema import JobConfig
 from titan.parallel import build_mesh, collectives, expert
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record import torch_compat
-from titan.sim.record.operators import classify, tensors_in
+from titan.sim.record.operators import classify, lists_in, tensors_in
 from titan.sim.record.program import Program, job_program
-from titan.sim.record.transfers import collective_of
 
 _BLOCK = re.compile(r"(.*\.)?layers\.\d+")
 CALL, OPERATION = 0.6, 2.5
@@ -52,15 +51,15 @@ to twelve jobs on a server's x86 core, whose parts they miss by 16% in the mean.
 UPDATE_CALL = 0.24
 """The same for a call while gradients are clipped and weights updated, where operations take lists of tensors."""
 _LARGEST = 20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
-_UNDER_WAY = torch.ops._c10d_functional._wrap_tensor_autograd.default  # no operation of its own
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_HOOKS = (
-    ("_fsdp_state", "FSDPState._pre_forward"),
-    ("_fsdp_state", "FSDPState._post_forward"),
-    ("_fsdp_state", "FSDPState._pre_backward"),
-    ("_fsdp_state", "FSDPState._root_post_backward_final_callback"),
-    ("_fsdp_param_group", "FSDPParamGroup.post_backward"),
-)
+_HOOKS = {
+    "_fsdp_state.FSDPState": (
+        "_pre_forward",
+        "_post_forward",
+        "_pre_backward",
+        "_root_post_backward_final_callback",
+    ),
+    "_fsdp_param_group.FSDPParamGroup": ("post_backward",),
+}
 
 
 class HostMeter:
@@ -117,12 +116,20 @@ class HostMeter:
     @contextmanager
     def watch_hooks(self) -> Iterator[None]:
         """Wrap FSDP's hooks. Build the program inside, since it keeps bound methods."""
+        places = []
+        for owner, methods in _HOOKS.items():
+            of = torch_compat.find("torch.distributed.fsdp._fully_shard", owner)
+            places += [(of, method, "hooks") for method in methods]
+        with self._wrapped(places):
+            yield
+
+    @contextmanager
+    def _wrapped(self, places: Iterable[tuple[Any, str, str]]) -> Iterator[None]:
+        """Run functions as parts: an object with the function, its name, and the part."""
         with ExitStack() as replaced:
-            for module, name in _HOOKS:
-                owner, _, method = name.partition(".")
-                of = torch_compat.find(f"{_FSDP}.{module}", owner)
-                wrapped = self.wrap("hooks")(getattr(of, method))
-                replaced.enter_context(patch.object(of, method, wrapped))
+            for where, name, part in places:
+                wrapped = self.wrap(part)(getattr(where, name))
+                replaced.enter_context(patch.object(where, name, wrapped))
             yield
 
     @contextmanager
@@ -132,13 +139,9 @@ class HostMeter:
             for name, module in part.named_modules():
                 if _BLOCK.fullmatch(canonical_name(f"{name}.").rstrip(".")):
                     module.__dict__["_compiled_call_impl"] = self._block(module._call_impl)
-        with ExitStack() as replaced:
-            places = [(*place, "clip") for place in program.clips]
-            places += [(optimizer, "step", "optimizer") for optimizer in program.optimizers]
-            places += [(torch.autograd, "backward", "backward")]
-            for where, name, part in places:
-                wrapped = self.wrap(part)(getattr(where, name))
-                replaced.enter_context(patch.object(where, name, wrapped))
+        places = [(*place, "clip") for place in program.clips]
+        places += [(optimizer, "step", "optimizer") for optimizer in program.optimizers]
+        with self._wrapped([*places, (torch.autograd, "backward", "backward")]):
             yield
 
     def _block(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +195,7 @@ class Census(TorchDispatchMode):
         self.meter = meter
         self.operations: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
-        self._kinds: dict[Any, tuple[Any, bool]] = {}
+        self._kind_of = functools.cache(lambda func: classify(func).kind)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -202,19 +205,11 @@ class Census(TorchDispatchMode):
             return NotImplemented  # a DTensor's own operations come here afterwards
         part = self.meter.part
         self.operations[part] += 1
-        if func not in self._kinds:
-            is_collective = func is not _UNDER_WAY and bool(collective_of(func))
-            self._kinds[func] = classify(func).kind, is_collective
-        kind, is_collective = self._kinds[func]
-        if is_collective or kind is not None:
-            self.events[part] += max(1, num_tensors(args)) if kind == "optimizer" else 1
+        kind = self._kind_of(func)
+        if kind is not None:
+            lists = lists_in(args) if kind == "optimizer" else []
+            self.events[part] += len(lists[0]) if lists else 1
         return func(*args, **(kwargs or {}))
-
-
-def num_tensors(args: Any) -> int:
-    """Return the length of the first list of tensors among arguments."""
-    lists = (a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor))
-    return len(next(lists, ()))
 
 
 def count_job(config: JobConfig, layout: Layout) -> dict[str, float]:
@@ -280,10 +275,9 @@ def paces(
     """
     work: dict[str, float] = {}
     for part, number in python.items():
-        if part in ("clip", "optimizer"):
-            work[part] = UPDATE_CALL * number
-        else:
-            work[part] = CALL * number + OPERATION * operations.get(part, 0)
+        updates = part in ("clip", "optimizer")
+        others = CALL * number + OPERATION * operations.get(part, 0)
+        work[part] = UPDATE_CALL * number if updates else others
     result: dict[str, float] = {}
     for part in work:
         phase, _, inner = part.partition(" ")

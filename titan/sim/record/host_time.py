@@ -6,6 +6,7 @@ only in them share a recording: a sweep needs a few. Imports no torch.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -99,50 +100,36 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
     return config.model_copy(update=sections | plain), shape
 
 
-class Paces:
-    """Traces that wait for the pace of their host, which is recorded beside them.
-
-    Attributes:
-        done: Receives each request with its traces.
-        known: Pace by key of the tiny job.
-        held: Recorded jobs, with the key of the pace that they wait for.
-    """
-
-    def __init__(self, done: Callable[[Any, Any], None]) -> None:
-        self.done = done
-        self.known: dict[str, dict[str, float]] = {}
-        self.held: list[tuple[str, Any, Any]] = []
-
-    def measured(self, key: str, _: Any, traces: dict[int, Trace] | Exception) -> None:
-        """Take a pace. Without one, the usual pace counts."""
-        is_known = isinstance(traces, dict)
-        self.known[key] = next(iter(traces.values())).host if is_known else {}
-        waiting, self.held = self.held, []
-        for job in waiting:
-            self.recorded(*job)
-
-    def recorded(self, key: str, request: Any, traces: dict[int, Trace] | Exception) -> None:
-        """Take a job's traces, and report them as soon as their pace is known."""
-        if key not in self.known:
-            self.held.append((key, request, traces))
-            return
-        pace = self.known[key]
-        for trace in traces.values() if isinstance(traces, dict) else ():
-            trace.host = pace and pace | {"accumulation": request.layout.accumulation}
-        self.done(request, traces)
-
-
 def with_paces(
     jobs: Sequence[Any], done: Callable[[Any, Any], None]
 ) -> list[tuple[Any, Callable[[Any, Any], None]]]:
-    """Return requests of tiny jobs, then those of the jobs, each with the function that takes its traces. Jobs share tiny jobs."""
-    paces, keys, requests = Paces(done), [], {}
+    """Return requests of tiny jobs, then those of the jobs, each with the function that takes its traces.
+
+    Jobs share tiny jobs. `done` gets each job with its traces as soon as the pace of their host is
+    known.
+    """
+    known: dict[str, dict[str, float]] = {}
+    waiting: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
+
+    def measured(key: str, _: Any, traces: dict[int, Trace] | Exception) -> None:
+        # Without a pace, the usual pace counts.
+        known[key] = next(iter(traces.values())).host if isinstance(traces, dict) else {}
+        for job in waiting.pop(key, ()):
+            recorded(key, *job)
+
+    def recorded(key: str, request: Any, traces: dict[int, Trace] | Exception) -> None:
+        if key not in known:
+            waiting[key].append((request, traces))
+            return
+        pace = known[key]
+        for trace in traces.values() if isinstance(traces, dict) else ():
+            trace.host = pace and pace | {"accumulation": request.layout.accumulation}
+        done(request, traces)
+
+    hosts, others = {}, []
     for job in jobs:
         config, layout = tiny(job.config, job.layout)
         host = replace(job, config=config, layout=layout, of_host=True, prepare=None)
-        keys.append(host.key)
-        requests[host.key] = host
-    hosts = [(host, partial(paces.measured, key)) for key, host in requests.items()]
-    return hosts + [
-        (j, partial(paces.recorded, key)) for j, key in zip(jobs, keys, strict=True)
-    ]
+        hosts[host.key] = host, partial(measured, host.key)
+        others.append((job, partial(recorded, host.key)))
+    return [*hosts.values(), *others]

@@ -27,25 +27,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from titan.sim.record import torch_compat
-from titan.sim.record.compiled_replay import Repetition, Shape
+from titan.sim.record.compiled_replay import Output, Repetition, Shape
 from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.torch_compat import FakeTensor
 from titan.sim.record.trace import (
     BEGINS,
     Allocate,
-    AwaitEvent,
-    AwaitWork,
     Event,
-    Free,
-    compared_fields,
+    left,
     number_of,
+    outer_numbers,
     scope_of,
 )
 
@@ -53,47 +52,25 @@ if TYPE_CHECKING:
     from titan.sim.record.tracer import Tracer
 
 
-class _Output(NamedTuple):
-    """Placeholder of a tensor that a part returned.
-
-    Attributes:
-        number: Number of its block of memory, counted from the microbatch's beginning; -1 for
-            memory from elsewhere.
-        shape: Its shape and layout.
-        requires_grad: Whether it requires a gradient.
-    """
-
-    number: int
-    shape: Shape
-    requires_grad: bool
-
-
-class _Part(NamedTuple):
+@dataclass
+class _Part:
     """Record of one part of a microbatch.
 
     Attributes:
-        events: Events, each with the number of its block, event or work, counted from the
-            microbatch's beginning.
-        described: Everything that microbatches must have in common.
-        outputs: Return value of the part, with _Outputs in place of tensors.
+        events: Events, with numbers that count from the microbatch's beginning, outside of actions
+            and categories.
+        returned: Return value of the part, with Outputs in place of tensors.
+        recorded: Allocations as they were recorded, whose categories are known late.
     """
 
-    events: list[tuple[Event, int]]
-    described: list[Any]
-    outputs: Any
+    events: list[Event]
+    returned: Any
+    recorded: list[Allocate]
 
-
-class _Repeated(Repetition):
-    """Microbatch that repeats another, by numbers counted from the beginning.
-
-    Attributes:
-        held: Tensors that autograd would keep for the backward pass, by number, each with the entry
-            that follows its memory.
-    """
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__(tracer, tracer.transfers.shift)
-        self.held: dict[int, tuple[Any, Tensor]] = {}
+    @property
+    def outputs(self) -> list[Output]:
+        """All outputs in the return value."""
+        return [leaf for leaf in tree_leaves(self.returned) if isinstance(leaf, Output)]
 
 
 class Microbatches:
@@ -112,16 +89,16 @@ class Microbatches:
             order: The rank's actions in a step. Each has a stage, a kind and a microbatch.
         """
         self.tracer, self.failure = tracer, ""
-        # Microbatches in order, by stage and part.
         self.turns: dict[tuple[int, str], list[int]] = {}
         for action in order:
             for part in "FL" if action.kind == "F" else action.kind:
                 self.turns.setdefault((action.stage, part), []).append(action.microbatch)
         self._first_step = True
-        self._counted: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
-        self._parts: dict[tuple[int, int, str], _Part] = {}  # by stage, microbatch, part
+        # By stage and microbatch: numbers that count from its beginning, and parts that ran.
+        self._numbers: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+        self._parts: dict[tuple[int, int], dict[str, _Part]] = {}
         self._alike: set[tuple[int, str]] = set()  # stages and parts that were compared
-        self._repeated: dict[tuple[int, int], _Repeated] = {}
+        self._repeated: dict[tuple[int, int], Repetition] = {}
         self._categories: list[tuple[Allocate, Allocate]] = []
 
     def run(self, part: str, function: Callable[[], Any]) -> Any:
@@ -139,21 +116,18 @@ class Microbatches:
         if match is None:
             return function()
         stage, number = int(match[1]), int(match[2])
-        if part == "F":
-            self._repeated.pop((stage, number), None)
-            if not self._runs(stage, number):
-                self._repeated[stage, number] = _Repeated(self.tracer)
+        runs = self._runs(stage, number)
+        if part == "F" and not runs:
+            self._repeated[stage, number] = Repetition(self.tracer, self.tracer.transfers.shift)
         if (stage, number) in self._repeated:
             self._compare(stage, part)
             return self.repeat(stage, number, part)
         start = len(self.tracer.events)
         result = function()
-        if (
-            self._first_step
-            and (stage, number, part) not in self._parts
-            and self._runs(stage, number)
-        ):
-            self._parts[stage, number, part] = self._described(stage, number, start, result)
+        parts = self._parts.setdefault((stage, number), {})
+        if self._first_step and runs and part not in parts:
+            numbers = self._numbers.setdefault((stage, number), {})
+            parts[part] = self._recorded(self.tracer.events[start:], numbers, result)
         return result
 
     def _runs(self, stage: int, number: int) -> bool:
@@ -171,13 +145,11 @@ class Microbatches:
         for copy, event in self._categories:  # which are known late
             copy.category = event.category
         self._categories.clear()
-        self._repeated.clear()
-        if not self._first_step:
-            return
-        self._first_step = False
-        for stage, part in self.turns:
-            if part != "L":  # only the last stage has one
-                self._compare(stage, part)
+        if self._first_step:
+            self._first_step = False
+            for stage, part in self.turns:
+                if part != "L":  # only the last stage has one
+                    self._compare(stage, part)
 
     def _compare(self, stage: int, part: str) -> None:
         """Raise CannotRepeat if this part of a stage cannot be repeated."""
@@ -189,70 +161,64 @@ class Microbatches:
 
     # ---- parts that ran
 
-    def _described(self, stage: int, number: int, start: int, result: Any) -> _Part:
-        """Return the record of a part that has run."""
-        counted = self._counted.setdefault((stage, number), {})
-        events: list[tuple[Event, int]] = []
-        described: list[Any] = []
-        for event in self.tracer.events[start:]:
-            key, count = (
-                number_of(event),
-                -1,
-            )  # -1: it refers to something before the microbatch
-            if key is not None:
-                is_new = isinstance(event, BEGINS)
-                count = (
-                    counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)
-                )
-                if isinstance(event, Free) and count >= 0:
-                    counted["freed", key[1]] = counted.pop(key)
-            scope = scope_of(event)
-            where = scope and (scope.phase, scope.module, scope.call)
-            names = compared_fields(type(event))
-            # The category is known late.
-            values = [getattr(event, name) for name in names if name != "category"]
-            events.append((event, count))
-            described.append([type(event), count, where, *values])
+    def _recorded(
+        self, events: Sequence[Event], numbers: dict[tuple[str, int], int], result: Any
+    ) -> _Part:
+        """Return the record of a part that has run.
+
+        Args:
+            events: Its events.
+            numbers: Numbers within the microbatch so far, by those within the program. New ones are
+                added.
+            result: Return value of the part.
+        """
+        local: list[Event] = []
+        for event in events:
+            changes: dict[str, Any] = {}
+            if (key := number_of(event)) is not None:
+                if isinstance(event, BEGINS):
+                    numbers.setdefault(key, len(numbers))
+                # -1: it refers to something before the microbatch.
+                changes[key[0]] = numbers.get(key, -1)
+            if (scope := scope_of(event)) is not None:
+                changes["scope"] = replace(scope, action="")
+            if isinstance(event, Allocate):
+                changes["category"] = "temporary"
+            local.append(replace(event, **changes))
 
         def output(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             # Another kind of tensor has no memory here: then nothing repeats it.
             block = self.tracer.storages.block_of(value) if type(value) is FakeTensor else -1
-            return _Output(
-                counted.get(("block", block), -1), Shape.of(value), value.requires_grad
-            )
+            number = numbers.get(("block", block), -1)
+            return Output(("block", number), Shape.of(value), value.requires_grad)
 
-        outputs = tree_map(output, result)
-        described += _outputs(outputs)
-        return _Part(events, described, outputs)
+        allocations = [event for event in events if isinstance(event, Allocate)]
+        return _Part(local, tree_map(output, result), allocations)
 
     def _difference(self, stage: int, part: str) -> str:
         """Return the reason why this part of a stage cannot be repeated, or an empty text."""
         if len(self.turns[stage, part]) < 4:  # all run
             return ""
         before, like = self.turns[stage, part][1:3]
-        for earlier in "FLB"[: "FLB".index(part) + 1]:
-            if (stage, like, earlier) not in self._parts:
-                continue  # only the last stage has a loss
-            template = self._parts[stage, self.turns[stage, earlier][2], earlier]
+        # Only the last stage has a loss.
+        parts = [p for p in "FLB"[: "FLB".index(part) + 1] if p in self._parts[stage, like]]
+        for earlier in parts:
+            template = self._parts[stage, self.turns[stage, earlier][2]][earlier]
             for number in (before, like):
-                recorded = self._parts[stage, number, earlier]
-                if recorded.described != template.described:
+                other = self._parts[stage, number][earlier]
+                if (other.events, other.outputs) != (template.events, template.outputs):
                     return f"microbatches of stage {stage} differ in {earlier}"
-                before_it = [event for event, count in recorded.events if count < 0]
-                refers = any(isinstance(e, Free | AwaitEvent | AwaitWork) for e in before_it)
-                if refers or any(output.number < 0 for output in _outputs(recorded.outputs)):
-                    return (
-                        f"microbatches of stage {stage} need what was before them in {earlier}"
-                    )
-        if part == "B":
-            # Memory that neither ends within the microbatch nor is returned ends outside of it, which is not repeated.
-            left = [n for (kind, _), n in self._counted[stage, like].items() if kind == "block"]
-            parts = filter(None, (self._parts.get((stage, like, p)) for p in "FLB"))
-            returned = [output.number for p in parts for output in _outputs(p.outputs)]
-            if {*left} - {*returned} or len({*returned}) < len(returned):
-                return f"stage {stage} keeps memory of its microbatches"
+        passed = [self._parts[stage, like][earlier] for earlier in parts]
+        events = [event for one in passed for event in one.events]
+        outputs = [output.memory for one in passed for output in one.outputs]
+        if any(number < 0 for _, number in (*outer_numbers(events), *outputs)):
+            return f"microbatches of stage {stage} need what was before them in {part}"
+        # Memory that neither ends within the microbatch nor is returned ends outside of it, which is not repeated.
+        kept = {number_of(event) for event in left(events)}
+        if part == "B" and (kept - {*outputs} or len({*outputs}) < len(outputs)):
+            return f"stage {stage} keeps memory of its microbatches"
         return ""
 
     # ---- parts that repeat others
@@ -260,44 +226,24 @@ class Microbatches:
     def repeat(self, stage: int, number: int, part: str) -> Any:
         """Emit the events of a part again, and return equal outputs."""
         tracer, own = self.tracer, self._repeated[stage, number]
-        recorded = self._parts[stage, self.turns[stage, part][2], part]
+        template = self._parts[stage, self.turns[stage, part][2]][part]
         if part == "B":  # as at the beginning of a real one
             tracer.storages.categorize_new("activations")
-        scopes: dict[Any, Any] = {None: None}
-        for event, count in recorded.events:
+            del self._repeated[stage, number]
+        start = len(tracer.events)
+        for event in template.events:
             scope = scope_of(event)
-            if scope not in scopes:
-                scopes[scope] = tracer.scopes.in_action(scope)
-            # The tensor's memory ends here, even if it has other references.
-            if isinstance(event, Free) and count in own.held:
-                own.held.pop(count)[0].event = None
-            own.emit(event, count, scopes[scope])
-            if isinstance(event, Allocate):
-                self._categories.append((own.made[count], event))
-        if part == "B":
-            own.held.clear()
+            own.emit(event, scope and tracer.scopes.in_action(scope))
+        copies = [event for event in tracer.events[start:] if isinstance(event, Allocate)]
+        self._categories += zip(copies, template.recorded, strict=True)
 
         def tensor(output: Any) -> Any:
-            if not isinstance(output, _Output):
+            if not isinstance(output, Output):
                 return output
-            with tracer.pause():
-                made = output.shape.allocated()
-            entry = tracer.storages.adopt(made, own.made[output.number])
-            if part != "B":
-                own.held[output.number] = (entry, made)
+            made = own.tensor(output)
             return made.requires_grad_() if output.requires_grad else made
 
-        return tree_map(tensor, recorded.outputs, is_leaf=_is_output)
-
-
-def _is_output(value: Any) -> bool:
-    """Return whether a value is a placeholder."""
-    return isinstance(value, _Output)
-
-
-def _outputs(outputs: Any) -> list[_Output]:
-    """Return all placeholders in nested outputs."""
-    return [output for output in tree_leaves(outputs, is_leaf=_is_output) if _is_output(output)]
+        return tree_map(tensor, template.returned)
 
 
 # ---- wrappers of torch's methods
@@ -315,44 +261,34 @@ def wrap_part(tracer: Tracer, method: Callable[..., Any], name: str) -> Callable
 
 
 def track_actions(tracer: Tracer) -> None:
-    """Set the scope's pipeline action ("0F3") while methods of torch's stages perform it."""
-    scopes = tracer.scopes
+    """Set the scope's pipeline action ("0F3") while methods of torch's schedule and stages perform it."""
 
-    def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
+    def acts(letter: str, stage: int = 0, chunk: int = 1) -> Callable[[Any], Any]:
+        """Return a wrapper of a method, whose arguments with these numbers are the stage and the microbatch."""
+
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
-            def acting(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
-                with scopes.within(action=f"{stage.stage_index}{letter(kwargs)}{chunk}"):
-                    return method(stage, chunk, *args, **kwargs)
+            def acting(*args: Any, **kwargs: Any) -> Any:
+                kind = letter if kwargs.get("full_backward", True) else "I"
+                action = f"{args[stage].stage_index}{kind}{args[chunk]}"
+                with tracer.scopes.within(action=action):
+                    return method(*args, **kwargs)
 
             return acting
 
         return wrap
 
-    stage = "torch.distributed.pipelining.stage"
-    base = "_PipelineStageBase"
-    torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
-    torch_compat.replace(
-        stage,
-        f"{base}.backward_one_chunk",
-        action(lambda k: "B" if k.get("full_backward", True) else "I"),
-    )
-    torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
-    torch_compat.replace(
-        stage, f"{base}.forward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "F")
-    )
-    torch_compat.replace(
-        stage, f"{base}.backward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "B")
-    )
-
-    def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
-        def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
-            with scopes.within(action=f"{s.stage_index}F{chunk}"):
-                return method(self, s, output, targets, chunk, *rest)
-
-        return losing
-
-    torch_compat.replace(
-        "torch.distributed.pipelining.schedules",
-        "_PipelineSchedule._maybe_compute_loss",
-        with_loss,
-    )
+    for name, wrap in (
+        ("stage._PipelineStageBase.forward_one_chunk", acts("F")),
+        ("stage._PipelineStageBase.backward_one_chunk", acts("B")),
+        ("stage._PipelineStageBase.backward_weight_one_chunk", acts("W")),
+        (
+            "stage._PipelineStageBase.forward_maybe_with_nosync",
+            lambda m: wrap_part(tracer, m, "F"),
+        ),
+        (
+            "stage._PipelineStageBase.backward_maybe_with_nosync",
+            lambda m: wrap_part(tracer, m, "B"),
+        ),
+        ("schedules._PipelineSchedule._maybe_compute_loss", acts("F", stage=1, chunk=4)),
+    ):
+        torch_compat.replace("torch.distributed.pipelining", name, wrap)

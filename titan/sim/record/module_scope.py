@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class ScopeTracker:
 
     def in_action(self, scope: Scope) -> Scope:
         """Return the same scope in the current pipeline action."""
-        return self._shared(scope.phase, scope.module, scope.call) if scope.action else scope
+        return self._shared(scope.phase, scope.module, scope.call)
 
     def _shared(self, phase: Phase, module: str, call: str) -> Scope:
         """Return a scope of the current action. Equal scopes are one object."""
@@ -119,10 +119,6 @@ class ScopeTracker:
         """Set the module, within the running module, that compiled code has reached, and whether it recomputes there."""
         self.compiled = (inner, recomputes)
 
-    def in_call(self, operation: str, place: int) -> AbstractContextManager[None]:
-        """Return a context that sets the operation of a block which is recomputed operation by operation."""
-        return self.within(call=f"{operation}@{place}")
-
     def begin_step(self) -> None:
         """Begin a step with the forward pass."""
         self.phase = "forward"
@@ -142,12 +138,17 @@ class ScopeTracker:
 
     @contextmanager
     def in_module(self, name: str) -> Iterator[None]:
-        """Count as a module what runs within the context, such as the update of its parameters."""
+        """Count as a module what runs within the context: its call, or the update of its parameters."""
+        recomputing = torch_compat.in_backward()
         self.path.append(name)
+        self.recomputing += recomputing
+        self._note(recomputing)
         try:
             yield
         finally:
             self.path.pop()
+            self.recomputing -= recomputing
+            self._note(recomputing)
 
     def watch_fsdp(self) -> None:
         """Track the module for which FSDP communicates while no module runs: between a pipeline's actions."""
@@ -195,38 +196,22 @@ class ScopeTracker:
             # The module is inside a compiled function without knowing it: tracking would break the graph.
             if torch.compiler.is_compiling():
                 return call(*args, **kwargs)
-            recomputing = torch_compat.in_backward()
-            self._enter(name, recomputing)
-            try:
-                return call(*args, **kwargs)
-            except Exception as error:
-                # The error passes through all enclosing modules. The first to see it is the
-                # innermost.
-                if self._failure[0] != id(error):
-                    self._failure = (id(error), name)
-                raise
-            finally:
-                self._leave(recomputing)
+            with self.in_module(name):
+                try:
+                    return call(*args, **kwargs)
+                except Exception as error:
+                    # The error passes through all enclosing modules. The first to see it is the
+                    # innermost.
+                    if self._failure[0] != id(error):
+                        self._failure = (id(error), name)
+                    raise
 
         # nn.Module calls this attribute in place of its own _call_impl if it is set.
         module.__dict__["_compiled_call_impl"] = enclosed
 
-    def _enter(self, name: str, recomputing: bool) -> None:
-        """Begin a call of a module."""
-        self.path.append(name)
-        self.recomputing += recomputing
+    def _note(self, recomputing: bool) -> None:
+        """Note the module that makes autograd nodes from the next number on."""
         # Nodes that a recomputation makes are not looked up: it runs under its own phase.
         if not recomputing:
-            self._note()
-
-    def _leave(self, recomputing: bool) -> None:
-        """End a call of a module."""
-        self.path.pop()
-        self.recomputing -= recomputing
-        if not recomputing:
-            self._note()
-
-    def _note(self) -> None:
-        """Note the module that makes autograd nodes from the next number on."""
-        self.numbers.append(torch_compat.sequence_number())
-        self.modules.append(self.path[-1])
+            self.numbers.append(torch_compat.sequence_number())
+            self.modules.append(self.path[-1])

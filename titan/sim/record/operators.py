@@ -337,12 +337,17 @@ _CHUNK = 65_536
 
 def _lists(name: str, args: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the arguments of `titan.sim.record.trace.list_launches` for an operation over lists of tensors."""
-    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+    lists = lists_in(args)
     first = lists[0] if lists else []
     # Each tensor is cut separately, so many small tensors make as many chunks.
     chunks = sum(math.ceil(t.numel() / _CHUNK) for t in first)
     at_once = _TENSORS_AT_ONCE[min(max(len(lists), 1), len(_TENSORS_AT_ONCE)) - 1]
     return (_LAUNCHES.get(name, 1), at_once), (len(first), chunks)
+
+
+def lists_in(args: Any) -> list[Any]:
+    """Return the lists of tensors among arguments."""
+    return [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
 
 
 def workspace_bytes(op: Operator, args: Any) -> list[int]:

@@ -26,7 +26,7 @@ from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, wrap_part
 from titan.sim.record.operators import size_bytes
 from titan.sim.record.segments import LAYER
-from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Kernel, Trace, number_of
+from titan.sim.record.trace import Allocate, Event, Kernel, Trace, left, outer_numbers
 from titan.step import train_step as module
 from titan.step.resolved import ResolvedJob, resolve_job
 
@@ -97,12 +97,13 @@ def record_program(
     tracer.begin()
     with tracer:
         program = build()
+        marks = _Marks(program, tracer)
         # Weights are the only memory so far, so all that was made is a parameter or a buffer.
         tracer.storages.categorize_new("parameters")
-        for parameter, owner in _owners(program).items():
+        for parameter, owner in marks.owners.items():
             tracer.storages.attribute([local(parameter)], owner)
         # Memory that remains after the construction: temporary memory is gone before the first step.
-        trace.setup, trace.tokens = _left(tracer.events), program.tokens
+        trace.setup, trace.tokens = left(tracer.events), program.tokens
         tracer.microbatches = None
         pipeline = program.pipeline
         repeats = repeats and tracer.replays_programs
@@ -116,7 +117,7 @@ def record_program(
         gc.disable()  # as the trainer does: garbage in cycles is not freed within a step
         shortcut = repeats and steps == 2 and not program.needs_two
         made: list[Event] = []
-        with _watched(program, tracer) as without_gradient:
+        with marks.set():
             if shortcut:
                 tracer.events = made
                 _make_states(program)
@@ -129,19 +130,18 @@ def record_program(
                 tracer.scopes.phase = "forward"
                 if step == 1:
                     # The states come last, as in a step that makes them in its update.
-                    left = _left([*made, *trace.step])
                     trace.first_step = sorted(
-                        left,
+                        left([*made, *trace.step]),
                         # What the optimizer allocates comes last.
                         key=lambda e: isinstance(e, Allocate) and e.scope.phase == "optimizer",
                     )
                 # Every step is like one that leaves all as it was.
-                if shortcut and (without_gradient or _is_closed(trace.step)):
+                if shortcut and (marks.without_gradient or _is_closed(trace.step)):
                     break
         tracer.events = []  # later frees are no part of the trace
         gc.enable()
     trace.groups, trace.mesh = tracer.transfers.groups, tracer.transfers.degrees
-    if shortcut and without_gradient:  # such parameters have no states
+    if shortcut and marks.without_gradient:  # such parameters have no states
         return record_program(build, rank, world_size, tracer, steps, repeats=False)
     return trace
 
@@ -159,10 +159,7 @@ def _make_states(program: Program) -> None:
 
 def _is_closed(events: list[Event]) -> bool:
     """Return whether a step ends everything that it begins, and refers to nothing before it."""
-    begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
-    used = {number_of(e) for e in events if not isinstance(e, BEGINS)} - {None}
-    blocks = {key for key in begun if key and key[0] == "block"}
-    return used <= begun and blocks <= used
+    return not outer_numbers(events) and not left(events)
 
 
 def cache_by_program(
@@ -182,12 +179,6 @@ def cache_by_program(
     return get
 
 
-def _left(events: list[Event]) -> list[Event]:
-    """Return the allocations that are not freed."""
-    freed = {e.block for e in events if isinstance(e, Free)}
-    return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
-
-
 def _owners(program: Program) -> dict[Any, str]:
     """Return the module of each parameter and buffer."""
     return {
@@ -197,89 +188,97 @@ def _owners(program: Program) -> dict[Any, str]:
     }
 
 
-@contextmanager
-def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
-    """Tell the tracer when the program clips and updates, and which memory holds gradients and states.
+class _Marks:
+    """Marks of a program's clipping and updates, and of the memory of its gradients and states.
 
-    Yields:
-        List of the parameters that were updated without a gradient. It grows during the steps.
+    Attributes:
+        owners: Module of each parameter and buffer.
+        without_gradient: Parameters that were updated without a gradient.
     """
-    scopes, storages = tracer.scopes, tracer.storages
-    for part in program.parts:
-        scopes.watch(part)
-    owners = _owners(program)
-    # A compiled update is a launch for each large parameter. It belongs to the parameter's block, so that it repeats with the blocks.
-    blocks = {
-        local(tensor).untyped_storage()._cdata: found[0]
-        for tensor, owner in owners.items()
-        if (found := LAYER.match(owner))
-    }
 
-    def recorded_update(*_: Any) -> Callable[..., None]:
-        """Return an update that records one kernel, as Inductor compiles it: its bytes follow from its tensors."""
+    def __init__(self, program: Program, tracer: Any) -> None:
+        self.program, self.tracer = program, tracer
+        self.owners = _owners(program)
+        self.without_gradient: list[Any] = []
+        # By the address of a parameter's memory, its block.
+        self._blocks = {
+            local(tensor).untyped_storage()._cdata: found[0]
+            for tensor, owner in self.owners.items()
+            if (found := LAYER.match(owner))
+        }
 
-        def update_rows(*tensors: torch.Tensor) -> None:
-            weight, _, average, square, *_ = tensors
-            kernel = Kernel(
-                "fused: add_copy__div_lerp_mul_sqrt_sub",
-                "pointwise",
-                dtype=str(weight.dtype)[6:],
-                read_bytes=sum(map(size_bytes, tensors)),
-                write_bytes=sum(map(size_bytes, (weight, average, square))),
-                host="compiled",
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Watch the program within the context."""
+        program = self.program
+        for part in program.parts:
+            self.tracer.scopes.watch(part)
+        for optimizer in program.optimizers:
+            optimizer.step = self._updating(optimizer, optimizer.step)
+        if program.pipeline is not None:
+            program.pipeline.loss_fn = wrap_part(self.tracer, program.pipeline.loss_fn, "L")
+        with ExitStack() as replaced:
+            compiled_update = patch.object(
+                fused_adam, "_compiled", lambda *_: self._update_rows
             )
-            with scopes.in_module(blocks.get(weight.untyped_storage()._cdata, "")):
-                tracer.launch(kernel)
-
-        return update_rows
-
-    without_gradient: list[Any] = []
+            replaced.enter_context(compiled_update)
+            # A program finds the function by its module's global name, so replacing that is enough.
+            for where, name in program.clips:
+                clip = self._clipping(getattr(where, name))
+                replaced.enter_context(patch.object(where, name, clip))
+            yield
 
     @torch.no_grad()  # or a DTensor's shard would be a new tensor with a gradient function
-    def mark_gradients() -> None:
-        grads = (p.grad for p in owners if p.grad is not None)
-        storages.categorize((local(grad) for grad in grads), "gradients")
+    def _mark_gradients(self) -> None:
+        """Set the category of the gradients."""
+        grads = (local(p.grad) for p in self.owners if p.grad is not None)
+        self.tracer.storages.categorize(grads, "gradients")
 
-    def clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
+    def _clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that clips gradients."""
+
         def clip_gradients(*args: Any, **kwargs: Any) -> Any:
-            mark_gradients()
-            with scopes.within(phase="clip"):
+            self._mark_gradients()
+            with self.tracer.scopes.within(phase="clip"):
                 return clip(*args, **kwargs)
 
         return clip_gradients
 
-    def updating(
-        optimizer: torch.optim.Optimizer, step: Callable[..., Any]
+    def _updating(
+        self, optimizer: torch.optim.Optimizer, step: Callable[..., Any]
     ) -> Callable[..., Any]:
+        """Wrap an optimizer's step."""
+        storages = self.tracer.storages
+
         def optimizer_step(*args: Any, **kwargs: Any) -> Any:
-            mark_gradients()
+            self._mark_gradients()
             own = (p for group in optimizer.param_groups for p in group["params"])
-            without_gradient.extend(p for p in own if p.requires_grad and p.grad is None)
+            self.without_gradient += (p for p in own if p.requires_grad and p.grad is None)
             storages.begin()
-            with scopes.within(phase="optimizer"):
+            with self.tracer.scopes.within(phase="optimizer"):
                 result = step(*args, **kwargs)
             storages.categorize_new("optimizer")
-            attribute_states(optimizer)
+            with torch.no_grad():
+                for parameter, state in optimizer.state.items():
+                    values = (v for v in state.values() if isinstance(v, torch.Tensor))
+                    storages.attribute(map(local, values), self.owners.get(parameter, ""))
             return result
 
         return optimizer_step
 
-    @torch.no_grad()
-    def attribute_states(optimizer: torch.optim.Optimizer) -> None:
-        for parameter, state in optimizer.state.items():
-            tensors = (
-                local(value) for value in state.values() if isinstance(value, torch.Tensor)
-            )
-            storages.attribute(tensors, owners.get(parameter, ""))
-
-    for optimizer in program.optimizers:
-        optimizer.step = updating(optimizer, optimizer.step)
-    if program.pipeline is not None:
-        program.pipeline.loss_fn = wrap_part(tracer, program.pipeline.loss_fn, "L")
-    with ExitStack() as replaced:
-        replaced.enter_context(patch.object(fused_adam, "_compiled", recorded_update))
-        # A program finds the function by its module's global name, so replacing that is enough.
-        for where, name in program.clips:
-            clip = clipping(getattr(where, name))
-            replaced.enter_context(patch.object(where, name, clip))
-        yield without_gradient
+    def _update_rows(self, *tensors: torch.Tensor) -> None:
+        """Record one kernel of an update, as Inductor compiles it: its bytes follow from its tensors."""
+        weight, _, average, square, *_ = tensors
+        kernel = Kernel(
+            "fused: add_copy__div_lerp_mul_sqrt_sub",
+            "pointwise",
+            dtype=str(weight.dtype)[6:],
+            read_bytes=sum(map(size_bytes, tensors)),
+            write_bytes=sum(map(size_bytes, (weight, average, square))),
+            host="compiled",
+        )
+        # A launch for each large parameter belongs to the parameter's block, so that it repeats
+        # with the blocks.
+        block = self._blocks.get(weight.untyped_storage()._cdata, "")
+        with self.tracer.scopes.in_module(block):
+            self.tracer.launch(kernel)

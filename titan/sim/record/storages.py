@@ -15,6 +15,7 @@ Allocate event gets its category when it is known, at the latest when the step e
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -119,19 +120,11 @@ class Storages:
         self._release(entry)
         self._take(entry, size)
 
-    def take(self, size: int) -> int:
-        """Allocate memory that belongs to no tensor, within compiled code. Return its block."""
-        return self.allocate(size, self.stream(), "temporary", self.scope()).block
-
     def allocate(self, size: int, stream: int, category: Category, scope: Scope) -> Allocate:
         """Record an allocation under a new number, and return it."""
         event = Allocate(next(self._blocks), size, stream, category, scope)
         self.record(event)
         return event
-
-    def give_back(self, block: int) -> None:
-        """Record the end of a block that `take` returned."""
-        self.record(Free(block))
 
     def _take(self, entry: _Storage, size: int) -> None:
         """Record memory for a storage."""
@@ -185,13 +178,11 @@ class Storages:
                 entry.category = entry.event.category = "gradients" if added_up else category
         self._made.clear()
 
-    @property
-    def any(self) -> bool:
-        """Whether storages of the program are alive."""
-        return bool(self._live)
-
     def forget(self) -> None:
         """Forget all storages, since another program begins."""
+        if self._live:
+            # Cycles of the old program would otherwise end as events of the new one.
+            gc.collect()
         # Later ends must not be recorded into the new program: `end` above finds nothing.
         self._live.clear()
         self._made.clear()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -317,6 +317,19 @@ def number_of(event: Event) -> tuple[str, int] | None:
         if hasattr(event, name):
             return name, getattr(event, name)
     return None
+
+
+def outer_numbers(events: Iterable[Any]) -> set[tuple[str, int]]:
+    """Return the blocks, events and works that events refer to, and that did not begin among them."""
+    numbers = [(number_of(event), isinstance(event, BEGINS)) for event in events]
+    begun = {number for number, begins in numbers if begins}
+    return {number for number, _ in numbers if number} - begun
+
+
+def left(events: Sequence[Event]) -> list[Event]:
+    """Return the allocations that are not freed."""
+    freed = {e.block for e in events if isinstance(e, Free)}
+    return [e for e in events if isinstance(e, Allocate) and e.block not in freed]
 
 
 @functools.cache

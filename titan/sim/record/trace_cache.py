@@ -255,34 +255,30 @@ def _repeated(
         missing: Blocks that the first unit lacks.
     """
 
-    def to_unit(number: re.Match[str]) -> str:
-        unit, place = divmod(int(number[1]) + missing, size)
-        return f"layers.{unit}.block {place}"
+    def in_units(trace: Trace, units: int) -> Trace:
+        """Return a trace whose "layers.N" counts units, which repeat even if their blocks do not."""
 
-    def to_block(number: re.Match[str]) -> str:
-        return f"layers.{int(number[1]) * size + int(number[2]) - missing}"
+        def name(number: re.Match[str]) -> str:
+            unit, place = divmod(int(number[1]) + missing, size)
+            # Modules of multi-token prediction come after the blocks, and do not repeat.
+            stack, unit = ("layers", unit) if unit < units else ("after", unit - units)
+            return f"{stack}.{unit}.in {place}"
 
-    def to_mtp(number: re.Match[str], first: int) -> str:
-        return f"mtp.{place}" if (place := int(number[1]) - first) >= 0 else number[0]
+        return _renamed(trace, LAYER, name)
 
-    if size == 1:
-        # Modules of multi-token prediction come after the blocks, and do not repeat.
-        firsts = (recorded.fewest * len(stages), recorded.depth * len(stages))
-        small, big = (
-            _renamed(t, LAYER, partial(to_mtp, first=n))
-            for t, n in zip(traces, firsts, strict=True)
-        )
-        whole = repeat_blocks(small, big, recorded, stages)
-        first = sum(stage.count for stage in stages)
-        return _renamed(whole, _MTP, lambda number: f"layers.{first + int(number[1])}")
-    # Units repeat even if their blocks do not, so "layers.N" counts units meanwhile.
-    small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
+    num_units = (depth * len(stages) for depth in (recorded.fewest, recorded.depth))
+    small, big = map(in_units, traces, num_units)
     whole = repeat_blocks(small, big, recorded, stages)
-    return _renamed(whole, _IN_UNIT, to_block)
+    starts = {"layers": 0, "after": sum(stage.count for stage in stages)}
+
+    def in_blocks(number: re.Match[str]) -> str:
+        unit = starts[number[1]] + int(number[2])
+        return f"layers.{unit * size + int(number[3]) - missing}"
+
+    return _renamed(whole, _IN_UNIT, in_blocks)
 
 
-_MTP = re.compile(r"^mtp\.(\d+)")
-_IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
+_IN_UNIT = re.compile(r"^(layers|after)\.(\d+)\.in (\d+)")
 
 
 # ---- shallow models ------------------------------------------------------------------------------

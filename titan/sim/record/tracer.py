@@ -7,7 +7,6 @@ computations that torch makes for itself: output shapes for DTensor, compilation
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from titan.sim.record.operators import (
     workspace_bytes,
 )
 from titan.sim.record.storages import Storages
-from titan.sim.record.trace import HOST, Event, Host, Kernel, Launch, Synchronize
+from titan.sim.record.trace import HOST, Event, Free, Host, Kernel, Launch, Synchronize
 from titan.sim.record.transfers import Collective, Transfers, collective_of
 
 _PLAIN = {Tensor, torch_compat.FakeTensor, nn.Parameter}
@@ -98,7 +97,9 @@ class Tracer(TorchDispatchMode):
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
         device.report_to(self.record)
-        selective.watch_selected_calls = self.scopes.in_call
+        selective.watch_selected_calls = lambda operation, place: self.scopes.within(
+            call=f"{operation}@{place}"
+        )
         self._patch()
         if mesh is None:
             torch_compat.watch_meshes(self.transfers.note_mesh)
@@ -113,13 +114,10 @@ class Tracer(TorchDispatchMode):
 
     def begin(self) -> None:
         """Begin another program, with nothing left of the previous program."""
-        if self.storages.any:
-            # Cycles of the old program would otherwise end as events of the new one.
-            gc.collect()
+        self.storages.forget()
         gc.freeze()  # spare the collector imported and compiled objects
         self.events = []
         self.scopes.begin()
-        self.storages.forget()
         device.begin()
 
     def begin_step(self) -> list[Event]:
@@ -133,19 +131,9 @@ class Tracer(TorchDispatchMode):
         """Append an event."""
         self.events.append(event)
 
-    def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its operations are not recorded."""
-
-        @functools.wraps(function)
-        def quiet(*args: Any, **kwargs: Any) -> Any:
-            with self.pause():
-                return function(*args, **kwargs)
-
-        return quiet
-
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Record nothing inside."""
+        """Record nothing inside. Its result is a decorator, too."""
         self._paused += 1
         try:
             yield
@@ -187,6 +175,9 @@ class Tracer(TorchDispatchMode):
         """Run an operation on plain tensors and record it."""
         if func is _under_way:
             return AsyncCollectiveTensor(args[0])
+        if func is _wait:  # the tensor itself, where its fake kernel would make another
+            self.transfers.finish(args[0])
+            return args[0]
         # For messages: the operation that fails is often this one.
         self.running = func
         op = self._operators.get(func)
@@ -203,8 +194,6 @@ class Tracer(TorchDispatchMode):
         if op.name == "aten::set_":
             with torch_compat.uncached_calls(args[0]):
                 result = func(*args, **kwargs)
-        elif func is _wait:  # the tensor itself, where its fake kernel would make another
-            result = args[0]
         elif op.updates:  # in place, so that shapes stay: torch would hash long lists
             result = None
         elif (
@@ -253,24 +242,24 @@ class Tracer(TorchDispatchMode):
         host: Host = "compiled" if self._compiled else "eager"
         kernel = kernel_of(op, args, kwargs, result, host=host)
         # FlashAttention's scratch memory ends with the kernel.
-        workspace = [self.storages.take(size) for size in workspace_bytes(op, args)]
+        stream = device.current_stream()
+        workspace = [
+            self.storages.allocate(size, stream, "temporary", self.scopes.current())
+            for size in workspace_bytes(op, args)
+        ]
         self.launch(kernel)
-        for block in workspace:
-            self.storages.give_back(block)
+        for event in workspace:
+            self.record(Free(event.block))
         # A copy that blocks makes the host wait until the device has done all that came before.
         if kernel.kind == "host_copy" and not argument_of(
             op.func, "non_blocking", args, kwargs
         ):
-            self.record(
-                Synchronize(device.current_stream(), f"{op.name} between device and host")
-            )
+            self.record(Synchronize(stream, f"{op.name} between device and host"))
 
     def launch_on_host(self, kernel: Kernel) -> None:
         """Record a computation of the host itself: the norm and the update of offloaded parameters."""
         if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
-            # One object for equal kernels, so that pricing can go by identity.
-            kernel = self._kernels.setdefault(kernel, kernel)
-            self.record(Launch(kernel, HOST, self.scopes.current()))
+            self.launch(kernel, HOST)
 
     def _compilation_begins(self) -> None:
         """Pause the recording."""
@@ -281,10 +270,12 @@ class Tracer(TorchDispatchMode):
         """Go on with the recording."""
         self._paused -= 1
 
-    def launch(self, kernel: Kernel) -> None:
-        """Record the launch of a kernel on the current stream."""
+    def launch(self, kernel: Kernel, stream: int | None = None) -> None:
+        """Record the launch of a kernel on a stream, or on the current stream."""
+        # One object for equal kernels, so that pricing can go by identity.
         kernel = self._kernels.setdefault(kernel, kernel)
-        self.record(Launch(kernel, device.current_stream(), self.scopes.current()))
+        stream = device.current_stream() if stream is None else stream
+        self.record(Launch(kernel, stream, self.scopes.current()))
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
@@ -307,10 +298,10 @@ class Tracer(TorchDispatchMode):
     def _patch(self) -> None:
         """Replace the private functions of torch that would disturb the recording."""
         torch_compat.pause_in_compilation(self._compilation_begins, self._compilation_ends)
-        torch_compat.pause_in_sharding_propagation(self.paused)
+        torch_compat.pause_in_sharding_propagation(self.pause())
         torch_compat.defer_waits()
         torch_compat.report_unpack_errors(self._note_error)
-        torch_compat.compute_meshes_unfaked(self.paused)
+        torch_compat.compute_meshes_unfaked(self.pause())
         torch_compat.cache_mesh_slices()
         torch_compat.make_shards_lazily()
         # Not an operator, so it is not dispatched: FSDP frees and takes memory by it.

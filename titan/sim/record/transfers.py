@@ -29,7 +29,6 @@ _NAME = re.compile(
     r"_?(shard_dim_)?(?P<kind>all_?gather|all_?reduce|all_?to_?all|reduce_scatter|broadcast|send|recv)"
     r"(_base|_into_tensor|_tensor|_single)?(_coalesced|_out)?_?"
 )
-_WAIT = "_c10d_functional::wait_tensor"
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
@@ -42,7 +41,7 @@ class Collective:
     """Operator of a collective, with the indices of its arguments; -1 for a missing argument.
 
     Attributes:
-        kind: Kind of the collective; None for wait_tensor.
+        kind: Kind of the collective.
         data: Argument whose bytes count; -1 for the result.
         group: Argument that names the process group.
         asynchronous: Argument that makes the call asynchronous.
@@ -50,7 +49,7 @@ class Collective:
         functional: Whether this is a functional collective.
     """
 
-    kind: CollectiveKind | None  # None: wait_tensor
+    kind: CollectiveKind
     data: int
     group: int
     asynchronous: int
@@ -66,17 +65,17 @@ def collective_of(func: Any) -> Collective | None:
     """
     if func.namespace not in _NAMESPACES:
         return None
-    name, names = func._schema.name, [a.name for a in func._schema.arguments]
+    names = [a.name for a in func._schema.arguments]
 
     def index(*beginnings: str) -> int:
         # c10d's operators and the functional ones name their arguments differently.
         return next((i for i, n in enumerate(names) if n.startswith(beginnings)), -1)
 
-    if name == _WAIT:
-        return Collective(None, 0, -1, -1, -1, True)
     match = _NAME.fullmatch(func._opname)
     if match is None:
-        raise UnknownCollective(f"{name} is not among the collectives that the simulator knows")
+        raise UnknownCollective(
+            f"{func._schema.name} is not among the collectives that the simulator knows"
+        )
     plain = match["kind"].replace("_", "")
     kind = next(kind for kind in get_args(CollectiveKind) if kind.replace("_", "") == plain)
     return Collective(
@@ -155,17 +154,8 @@ class Transfers:
         kwargs: Any,
         result: Any,
         scope: Scope,
-    ) -> int:
-        """Record a call of a collective.
-
-        Return the number of its work, or 0 if nothing was sent.
-        """
-        # wait_tensor: the work it waits for, if the tensor is the result of one.
-        if collective.kind is None:
-            work = self._waited.pop(args[0].untyped_storage()._cdata, 0)
-            if work:
-                self.wait(work)
-            return 0
+    ) -> None:
+        """Record a call of a collective."""
 
         def argument(index: int) -> Any:
             return argument_of(func, index, args, kwargs)
@@ -175,7 +165,7 @@ class Transfers:
         )
         # Tensors of the host only: nothing goes over the accelerator's network.
         if not any(t.fake_device.type != "cpu" for t in data):
-            return 0
+            return
         size = _bytes_of(data)
         # A rank may receive more tokens than it sends, or fewer: the larger part sets the time.
         if collective.kind == "all_to_all":
@@ -200,7 +190,10 @@ class Transfers:
             handle = result[-1] if isinstance(result, tuple | list) else result
             # The handle has a field for a sequence number, which `wait` below reads.
             self._fake_work.unbox(handle).seq_id = work
-        return work
+
+    def finish(self, tensor: Tensor) -> None:
+        """Record that the current stream waits for a tensor, if it is the result of a functional collective."""
+        self._wait(self._waited.pop(tensor.untyped_storage()._cdata, 0))
 
     def is_awaited(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result of a functional collective that still runs."""
@@ -239,9 +232,10 @@ class Transfers:
         """Record a transfer of `size` bytes on the current stream. `more`: the fields of Transfer after its stream."""
         self.record(Transfer(kind, group.name, size, str(data.dtype)[6:], self.stream(), *more))
 
-    def wait(self, work: int) -> None:
-        """Record that the current stream waits for a work."""
-        self.record(AwaitWork(self.stream(), work))
+    def _wait(self, work: int) -> None:
+        """Record that the current stream waits for a work. 0 is that of a transfer that was not recorded."""
+        if work > 0:
+            self.record(AwaitWork(self.stream(), work))
 
     def _group(self, group: Any) -> Group:
         """Return a process group by its name or its object, with the ranks of the rank that this process acts as."""
@@ -285,9 +279,7 @@ class Transfers:
         work_class, self._fake_work, group_class = torch_compat.work_classes()
 
         def wait(work: Any, *_: Any) -> bool:
-            # 0: the work of a transfer that was not recorded.
-            if work.seq_id > 0:
-                self.record(AwaitWork(self.stream(), work.seq_id))
+            self._wait(work.seq_id)
             return True
 
         # Both classes define the method.
