@@ -33,8 +33,8 @@ from typing import Any
 
 from steps import rank_environment
 
+from titan.base.rows import read_rows
 from titan.config.toml import tomllib
-from titan.observe.rows import read_rows
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
