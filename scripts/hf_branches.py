@@ -44,9 +44,10 @@ def branches(architecture: str) -> dict[str, Fields]:
             named = {*re.findall(r"[\"'](\w+)[\"']", code)} & {*ALLOWED_LAYER_TYPES}
             for one in sorted(named | {*value}):
                 layers = [value[0], *[one] * (len(value) - 1)]
-                changed = found[f'{key} with "{one}"'] = {key: layers}
+                changed: Fields = {key: layers}
                 if "sliding" in one and "sliding_window" in config:
                     changed["sliding_window"] = 8
+                found[f'{key} with "{one}"'] = changed
     rope = config.get("rope_parameters") or {}
     if "rope_type" in rope:
         for name, more in TABLES["ropes"].items():

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ from tests.support.ranks import Pool  # noqa: E402
 
 RESULTS = ROOT / "docs/zoo.json"
 VARIANTS = ("0", "1", "2")
+COLUMNS = [*LAYOUTS, *PROOFS]
 TEMPLATE = """\
 # The zoo
 
@@ -178,13 +180,13 @@ def is_built(row: dict[str, Any]) -> bool:
 
 def holds(row: dict[str, Any]) -> bool:
     """Return whether a class is equal in all columns, with the sizes of a row."""
-    names = [n for n in (*LAYOUTS, *PROOFS) if n in row or is_missing(row, n)]
+    names = [n for n in COLUMNS if n in row or is_missing(row, n)]
     return is_built(row) and all(is_equal(row.get(n, "not run")) for n in names)
 
 
 def is_whole(row: dict[str, Any]) -> bool:
     """Return whether all columns of a class were run, with the sizes of a row."""
-    return not is_built(row) or not any(is_missing(row, n) for n in (*LAYOUTS, *PROOFS))
+    return not is_built(row) or not any(is_missing(row, n) for n in COLUMNS)
 
 
 def line_of(kind: str, rows: dict[str, dict[str, Any]]) -> tuple[str, bool]:
@@ -194,28 +196,26 @@ def line_of(kind: str, rows: dict[str, dict[str, Any]]) -> tuple[str, bool]:
         kind: model type.
         rows: results with each variant of the sizes that was run.
     """
-    cells, why = [], {}
-    for name in (*LAYOUTS, *PROOFS):
-        texts = {v: row.get(name, "not run") for v, row in rows.items() if is_built(row)}
-        texts = {v: t for v, t in texts.items() if t != "not run" or is_missing(rows[v], name)}
+    cells, why = [], defaultdict[str, list[tuple[str, str]]](list)
+    built = {variant: row for variant, row in rows.items() if is_built(row)}
+    for name in COLUMNS:
+        texts = {
+            variant: row.get(name, "not run")
+            for variant, row in built.items()
+            if name in row or is_missing(row, name)
+        }
         for variant, text in texts.items():
             if not is_equal(text):
-                why.setdefault(text.removeprefix("refused: "), []).append((variant, name))
+                why[text.removeprefix("refused: ")].append((variant, name))
         if not texts:
             cells.append("-")
         elif all(map(is_equal, texts.values())):
-            cells.append(
-                max(
-                    texts.values(),
-                    key=lambda text: float(text.split(",")[0]) if text != "equal" else 0,
-                )
-            )
+            cells.append(max(texts.values(), key=_difference))
         else:
             cells.append("no")
     for variant, row in rows.items():
-        if not is_built(row):
-            text = row.get("refused") or row.get("error") or row.get("reference")
-            why.setdefault(text, []).append((variant, "all"))
+        if variant not in built:
+            why[_failure(row)].append((variant, "all"))
     notes = [f"{key} = {json.dumps(value)}" for key, value in SETTINGS.get(kind, {}).items()]
     for text, places in why.items():
         names = ", ".join(dict.fromkeys(name for _, name in places))
@@ -227,9 +227,18 @@ def line_of(kind: str, rows: dict[str, dict[str, Any]]) -> tuple[str, bool]:
     return line, good == len(rows)
 
 
+def _difference(text: str) -> float:
+    return 0 if text == "equal" else float(text.split(",")[0])
+
+
+def _failure(row: dict[str, Any]) -> str:
+    return row.get("refused") or row.get("error") or row["reference"]
+
+
 def page(results: dict[str, Any]) -> str:
     """Return docs/zoo.md: families that train on every layout, on some, and on none, with the reasons."""
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known = families()
     lines, speeds, refused, some, whole = [], [], [], 0, []
@@ -237,8 +246,7 @@ def page(results: dict[str, Any]) -> str:
         found = results[kind]
         first = found["0"]
         if not is_built(first):
-            why = first.get("refused") or first.get("error") or first.get("reference")
-            refused.append(f"| `{kind}` | {_cell(why)} |")
+            refused.append(f"| `{kind}` | {_cell(_failure(first))} |")
             continue
         rows = {
             v: found[v] for v in VARIANTS if v in found and (v == "0" or is_whole(found[v]))
@@ -248,26 +256,23 @@ def page(results: dict[str, Any]) -> str:
         whole += [len(rows)] if is_good else []
         some += not is_good
         speeds.append(_sizes_line(known[kind], found.get("speed", {})))
-    text = TEMPLATE.replace("{columns}", " | ".join([*LAYOUTS, *PROOFS]))
-    text = text.replace("{rule}", "---|" * (len([*LAYOUTS, *PROOFS]) + 3))
-    figures = {
-        "version": transformers.__version__,
-        "whole": len(whole),
-        "thrice": whole.count(len(VARIANTS)),
-        "some": some,
-        "refused": len(refused),
-        "shares": len(_mapping()) - len(known),
-        "ranks": RANKS,
-        "hardware": HARDWARE,
-        "tokens": f"{TOKENS:,}",
-        "lines": "\n".join(lines),
-        "speeds": "\n".join(speeds),
-        "reasons": "\n".join(refused),
+    return TEMPLATE.format(
+        version=transformers.__version__,
+        columns=" | ".join(COLUMNS),
+        rule="---|" * (len(COLUMNS) + 3),
+        whole=len(whole),
+        thrice=whole.count(len(VARIANTS)),
+        some=some,
+        refused=len(refused),
+        shares=len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - len(known),
+        ranks=RANKS,
+        hardware=HARDWARE,
+        tokens=f"{TOKENS:,}",
+        lines="\n".join(lines),
+        speeds="\n".join(speeds),
+        reasons="\n".join(refused),
         **branch_figures(results),
-    }
-    for name, value in figures.items():
-        text = text.replace("{" + name + "}", str(value))
-    return text
+    )
 
 
 def branch_figures(results: dict[str, Any]) -> dict[str, Any]:
@@ -307,12 +312,6 @@ def _billions(number: int) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
-def _mapping() -> dict[str, Any]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
 def _cell(text: str, longest: int = 200) -> str:
     text = " ".join(text.replace("|", "/").split())
     return text if len(text) <= longest else f"{text[: longest - 4]} ..."
@@ -335,7 +334,7 @@ def main() -> None:
     parser.add_argument("-v", "--verbose", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--write", type=Path, help="write the page")
-    columns = [*LAYOUTS, *PROOFS, "speed", "branches"]
+    columns = [*COLUMNS, "speed", "branches"]
     parser.add_argument("--columns", default=",".join(columns), help="default: %(default)s")
     parser.add_argument(
         "--variants", default="0,1,2", help="of the sizes; default: %(default)s"

@@ -30,6 +30,7 @@ from titan.config.toml import read_toml
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
+from titan.sim.report.intervals import ERRORS
 from titan.sim.simulate import simulate, step_facts
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +94,7 @@ def main(arguments: list[str]) -> int:
             n: {"speed": r.speed, "shares": r.shares} for n, r in rows.items() if not r.failure
         }
         sim_intervals.save(done)
-        sim_intervals.write()
+        ERRORS.write_text(sim_intervals.document(), encoding="utf-8")
         rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}
         ROWS.write_text(document(rows), encoding="utf-8")
         PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

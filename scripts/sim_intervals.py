@@ -1,6 +1,6 @@
 """Fit the simulator's intervals to the published runs: titan/sim/report/errors.toml, by the model of titan/sim/report/intervals.py.
 
-`scripts/sim_accuracy.py --write` saves its predictions with the classes of their work (predictions.json) and calls `write`.
+`scripts/sim_accuracy.py --write` saves its predictions with the classes of their work (predictions.json), and writes `document`.
 `scripts/sim_accuracy.py --intervals` fits them again and prints how many measurements the intervals hold, each publication predicted
 from the others. No figure here is set by hand except the prior, which is what classes without runs get.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from titan.config.toml import read_toml
 from titan.sim.price.profiles import load_profile
-from titan.sim.report.intervals import ERRORS, HARDWARE, TENSOR, ratio_deviation
+from titan.sim.report.intervals import HARDWARE, TENSOR, ratio_deviation
 
 JOBS = Path(__file__).parents[1] / "train_configs" / "published"
 PREDICTIONS = JOBS / "predictions.json"
@@ -201,11 +201,6 @@ def pairs(runs: Sequence[Known]) -> list[tuple[Known, Known]]:
     return [(a, b) for a, b in combinations(like, 2) if (a.source, a.job) == (b.source, b.job)]
 
 
-def pair_deviation(a: Known, b: Known, sigma: dict[str, float], floor: float) -> float:
-    """Return the standard deviation of the error of the ratio of two runs."""
-    return ratio_deviation(a.mix, b.mix, sigma, floor)
-
-
 def pair_floor(runs: Sequence[Known], found: Fit) -> float:
     """Return the smallest floor with which `LEVEL` of the pairs of runs hold, to 0.1%."""
     every = pairs(runs)
@@ -219,12 +214,8 @@ def pair_floor(runs: Sequence[Known], found: Fit) -> float:
 
 def _holds(a: Known, b: Known, found: Fit, floor: float) -> bool:
     """Return whether the measured ratio of two runs is in the interval of the predicted one."""
-    return abs(a.error - b.error) <= found.factor * pair_deviation(a, b, found.sigma, floor)
-
-
-def write() -> None:
-    """Fit the saved predictions and write titan/sim/report/errors.toml."""
-    ERRORS.write_text(document(), encoding="utf-8")
+    deviation = ratio_deviation(a.mix, b.mix, found.sigma, floor)
+    return abs(a.error - b.error) <= found.factor * deviation
 
 
 def document() -> str:

@@ -130,7 +130,7 @@ def can_draw() -> bool:
     return found
 
 
-def draw(runs: dict[str, list[float]], picture: str, *, first: str) -> None:
+def draw(runs: dict[str, list[float]], picture: str, first: str) -> None:
     """Draw the mean loss of all runs, and the largest difference to one of them, in each 20 steps."""
     from matplotlib.figure import Figure  # not pyplot: it would look for a display
 
@@ -255,7 +255,7 @@ def compare_layouts(args: argparse.Namespace) -> None:
         cells = [*(f"{values[step - 1]:.5f}" for step in at), f"{most:.1e}" if most else "-"]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if can_draw():
-        draw(runs, "pictures/layouts_loss.png", first=ONE)
+        draw(runs, "pictures/layouts_loss.png", ONE)
 
 
 def compare_precisions(args: argparse.Namespace) -> None:
@@ -271,7 +271,7 @@ def compare_precisions(args: argparse.Namespace) -> None:
         last = read_rows(args.folder / name / "metrics.jsonl")[-1]["validation_loss"]
         print(f"| {name} | {statistics.fmean(runs[name][-100:]):.4f} | {last:.4f} |")
     if can_draw():
-        draw(runs, "float8_convergence.png", first="bf16")
+        draw(runs, "float8_convergence.png", "bf16")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -288,7 +288,7 @@ def compare(args: argparse.Namespace) -> None:
     print(f"mean of the last 100: {means[0]:.5f} and {means[1]:.5f}", flush=True)
     if can_draw():
         runs = {"TorchTitan 0.2.2": theirs, "titan": ours}
-        draw(runs, "pictures/torchtitan_loss.png", first="TorchTitan 0.2.2")
+        draw(runs, "pictures/torchtitan_loss.png", "TorchTitan 0.2.2")
 
 
 def main() -> None:

@@ -138,10 +138,10 @@ def free_port() -> int:
 
 def rank_environment(*paths: str) -> dict[str, str]:
     """Return the variables of a process that is the only rank: it finds the modules of `paths` and of this folder first."""
-    search = filter(None, [*paths, str(HERE), os.environ.get("PYTHONPATH", "")])
+    search = [*paths, str(HERE), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(search),
+        "PYTHONPATH": os.pathsep.join(path for path in search if path),
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
     }

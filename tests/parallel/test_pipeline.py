@@ -244,7 +244,7 @@ def _check(results: list[dict[str, Any]], plan: StageSplit) -> None:
 
 
 # Ranks, schedule, microbatches: many, fewer than stages, several stages on the one rank there is.
-CASES = table(__file__, "cases")
+CASES: list[tuple[int, str, int]] = [(*case,) for case in table(__file__, "cases")]
 
 
 def _plan(case: tuple[int, str, int]) -> StageSplit:
