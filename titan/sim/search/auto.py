@@ -36,6 +36,7 @@ from titan.sim.report.text import say
 
 from .candidates import LayoutSearch, sequences_of
 from .command import settings_overlay
+from .exploration import Exploration
 from .point import Point, Settings, words
 from .reasons import reason
 
@@ -190,20 +191,21 @@ def _held(config: JobConfig) -> set[str]:
 
 def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
     """Return the fastest of four to seven layouts, or the reason why the simulator has none."""
-    search.what, tried = "layouts simulated", search.tried
-    alone = search.seeds()
-    search.simulate([*alone, *search.first(1)])
-    search.simulate(search.lighter(alone))
-    search.simulate(search.neighbours(search.fitting[:1], 2))
-    while not search.fitting and len(tried) < _MOST and (points := search.first(2)):
-        search.simulate(points)
+    search.what, explored = "layouts simulated", Exploration(search)
+    tried = explored.tried
+    alone = explored.seeds()
+    explored.simulate([*alone, *search.first(1)])
+    explored.simulate(explored.lighter(alone))
+    explored.simulate(search.neighbours(explored.fitting[:1], 2))
+    while not explored.fitting and len(tried) < _MOST and (points := search.first(2)):
+        explored.simulate(points)
     say("")
     problems = [variant.problem for variant in tried.values() if variant.problem]
     if tried and len(problems) == len(tried):
         return f"the simulator cannot run it ({problems[0]})"
-    if not search.fitting:
+    if not explored.fitting:
         raise _nothing_fits(search)
-    best, *others = search.fitting
+    best, *others = explored.fitting
     text = (
         f"fastest of {len(tried)} layouts in simulation, of {len(search.points):,} that may fit by formula: "
         f"{tried[best].speed:,.0f} tokens/s/GPU, {tried[best].needed_gib:.1f} GiB"
@@ -213,7 +215,7 @@ def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
         second = tried[others[0]]
         text += f"; against the runner-up: {reason(tried[best].facts, second.facts)}"
         slower = f", {1 - second.speed / tried[best].speed:.0%} slower"
-    return _choice(search, search.fitting, text, slower)
+    return _choice(search, explored.fitting, text, slower)
 
 
 def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:

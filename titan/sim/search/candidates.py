@@ -31,7 +31,7 @@ from titan.sim.estimate import estimate_memory, stacked_params
 from titan.sim.price.profiles import Profile
 
 from .point import ALSO, RESHARD, Kind, Point, Settings, distance, words
-from .variants import Search, Variant
+from .variants import Search
 
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
 # recomputes part of it, "2" does it in every second block.
@@ -64,7 +64,6 @@ class LayoutSearch(Search):
         global_batch: sequences of a step.
         model: sizes of the model.
         seen: points that were chosen.
-        tried: points that were simulated.
         also: combinations of additional techniques.
         held: keys of the job that no candidate changes.
         refusals: why the job's rules refuse a point that was looked at, or "".
@@ -86,7 +85,7 @@ class LayoutSearch(Search):
         self.config = config.on_device(profile.device_kind)
         self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = config.model.sizes
-        self.seen, self.tried = set[Point](), dict[Point, Variant]()
+        self.seen = set[Point]()
         self.held, self.refusals = held, dict[Point, str]()
         self.also = [
             tuple(itertools.compress(also, taken))
@@ -148,43 +147,12 @@ class LayoutSearch(Search):
                 shard, rest = divmod(dp, replicate)
                 if not rest and shard in self.values(AXES["dp_shard"], [shard]):
                     batch = self.global_batch // dp
-                    yield from self._with_layout(
+                    yield from _with_layout(
+                        self,
                         Point(
                             replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=batch
-                        )
+                        ),
                     )
-
-    def _with_layout(self, layout: Point) -> Iterator[Point]:
-        """Yield the points of one layout, whose batch is all that a rank computes in a step."""
-        per_rank, pp, experts = layout.batch, layout.pp, self.model.num_experts
-        # Expert parallelism borrows the ranks of these axes.
-        lent = layout.shard * layout.cp * layout.tp
-        eps = self.values("parallelism.expert_parallel_degree", _powers(lent))
-        eps = [n for n in eps if lent % n == 0 and experts % n == 0] if experts else [0]
-        reshards = self.values(_RESHARD, RESHARD.values())
-        zeros = [zero for zero in (3, 2) if RESHARD[zero] in reshards]
-        # If the job holds its own mode of recomputation, it is the mode that the formula takes for
-        # it.
-        own = _recompute(self.config)
-        modes: Iterable[str] = _RECOMPUTE
-        if "activation_checkpoint.mode" in self.held:
-            modes = [own if own in _RECOMPUTE else "selective"]
-        for recompute, ep, zero, more in itertools.product(modes, eps, zeros, self.also):
-            plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
-            if zero == 3 and layout.shard * layout.cp == 1 < layout.replicate:
-                continue  # DDP gathers nothing
-            if pp == 1:
-                # Without a pipeline, accumulation makes up for a smaller batch.
-                yield from (replace(plain, batch=batch) for batch in divisors(per_rank))
-                continue
-            # A pipeline needs a microbatch for each rank, and layers for each stage.
-            sizes = self.values(_MICROBATCH, divisors(per_rank))
-            sizes = [n for n in sizes if per_rank % n == 0 and per_rank // n >= pp]
-            for schedule in self.values(_SCHEDULE, _SCHEDULES):
-                counts = _SCHEDULES.get(schedule) or (stages_per_rank(schedule),)
-                for stages, size in itertools.product(counts, sizes):
-                    if stages * pp <= self.model.n_layers:
-                        yield replace(plain, microbatch=size, schedule=schedule, stages=stages)
 
     def values(self, key: str, values: Iterable[Any]) -> list[Any]:
         """Return the values of a key to try: of a key that is held, the job's alone."""
@@ -342,45 +310,6 @@ class LayoutSearch(Search):
                     chosen.append(point)
         return sorted(chosen, key=self.seconds)
 
-    def seeds(self) -> list[Point]:
-        """Choose data parallelism alone, and beside expert parallelism: it costs the host least, which the formula does not know."""
-        return [
-            p for spread in (False, True) for p in self.data_parallel(spreads_experts=spread)
-        ]
-
-    def lighter(self, points: Iterable[Point]) -> list[Point]:
-        """Choose for each of these points that does not fit the best new point of data parallelism that should fit.
-
-        The formula is taken to be as far off as it was there.
-        """
-        found: list[Point] = []
-        for point in points:
-            variant = self.tried[point]
-            if not (variant.fits or variant.problem):
-                most = self.profile.usable_gib - variant.needed_gib + self.estimated_gib(point)
-                found += self.data_parallel(spreads_experts=point.ep > 1, below_gib=most)
-        return found
-
-    def simulate(self, points: Sequence[Point], *others: Settings) -> list[Variant]:
-        """Simulate points, and return the job with other settings. Points that a stop left out are not noted as tried."""
-        found = self([*others, *map(self.settings, points)])
-        pairs = zip(points, found[len(others) :], strict=True)
-        has_all = not self.stopped
-        self.tried |= {p: one for p, one in pairs if has_all or one.facts or one.problem}
-        return found[: len(others)]
-
-    def ranked(self, own: Point | None) -> list[Point]:
-        """Return the tried points that run: first those that fit, the fastest first. The job's own is the last of equals."""
-        runs = (p for p, variant in self.tried.items() if variant.fits or variant.is_tight)
-        order = {p: (self.tried[p].is_tight, -self.tried[p].speed, p == own) for p in runs}
-        return sorted(order, key=order.__getitem__)
-
-    @property
-    def fitting(self) -> list[Point]:
-        """Tried points that fit, the fastest first."""
-        fits = [point for point, variant in self.tried.items() if variant.fits]
-        return sorted(fits, key=lambda point: -self.tried[point].speed)
-
     def untried(self) -> list[Point]:
         """Return the most promising legal point of each kind of which none was chosen, the most promising first."""
         seen, tried, best = {*map(self.kind, self.seen)}, Counter[Kind](), dict[Kind, Point]()
@@ -434,6 +363,39 @@ class LayoutSearch(Search):
                 problem = error.problems[0]
                 self.refusals[point] = f"{problem.key}: {problem.message}"
         return not self.refusals[point]
+
+
+def _with_layout(search: LayoutSearch, layout: Point) -> Iterator[Point]:
+    """Yield the points of one layout, whose batch is all that a rank computes in a step."""
+    per_rank, pp, experts = layout.batch, layout.pp, search.model.num_experts
+    # Expert parallelism borrows the ranks of these axes.
+    lent = layout.shard * layout.cp * layout.tp
+    eps = search.values("parallelism.expert_parallel_degree", _powers(lent))
+    eps = [n for n in eps if lent % n == 0 and experts % n == 0] if experts else [0]
+    reshards = search.values(_RESHARD, RESHARD.values())
+    zeros = [zero for zero in (3, 2) if RESHARD[zero] in reshards]
+    # If the job holds its own mode of recomputation, it is the mode that the formula takes for
+    # it.
+    own = _recompute(search.config)
+    modes: Iterable[str] = _RECOMPUTE
+    if "activation_checkpoint.mode" in search.held:
+        modes = [own if own in _RECOMPUTE else "selective"]
+    for recompute, ep, zero, more in itertools.product(modes, eps, zeros, search.also):
+        plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
+        if zero == 3 and layout.shard * layout.cp == 1 < layout.replicate:
+            continue  # DDP gathers nothing
+        if pp == 1:
+            # Without a pipeline, accumulation makes up for a smaller batch.
+            yield from (replace(plain, batch=batch) for batch in divisors(per_rank))
+            continue
+        # A pipeline needs a microbatch for each rank, and layers for each stage.
+        sizes = search.values(_MICROBATCH, divisors(per_rank))
+        sizes = [n for n in sizes if per_rank % n == 0 and per_rank // n >= pp]
+        for schedule in search.values(_SCHEDULE, _SCHEDULES):
+            counts = _SCHEDULES.get(schedule) or (stages_per_rank(schedule),)
+            for stages, size in itertools.product(counts, sizes):
+                if stages * pp <= search.model.n_layers:
+                    yield replace(plain, microbatch=size, schedule=schedule, stages=stages)
 
 
 def _recompute(config: JobConfig) -> str:

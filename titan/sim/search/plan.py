@@ -44,6 +44,7 @@ from titan.sim.report.text import (
 from . import fsdp
 from .candidates import LayoutSearch
 from .command import figure_names, figures, read_command, settings_overlay
+from .exploration import Exploration
 from .point import ALSO, Kind, Point
 from .reasons import reason
 from .variants import Variant
@@ -81,27 +82,27 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
     Returns:
         The job, and the candidates that run.
     """
-    own = search.own()
+    explored, own = Exploration(search), search.own()
     singles: list[Point] = []
     if own is not None:
         search.seen.add(own)
         singles = search.single_changes(own)
     # The job costs nothing of the budget, nor do its single changes, except those of EP.
     num_free = sum(own is not None and point.ep == own.ep for point in singles)
-    alone = search.seeds()
+    alone = explored.seeds()
     # Half of the budget explores, the rest improves the results.
     num_first = budget // 2 - len(alone) - len(singles) + num_free
     search.total = budget = budget + num_free
     points = [*singles, *alone, *search.first(max(1, num_first))]
-    [job] = search.simulate(points, {})
+    [job] = explored.simulate(points, {})
     if own is not None and job.facts:
-        search.tried[own] = replace(job, settings=search.settings(own))
+        explored.tried[own] = replace(job, settings=search.settings(own))
         budget += 1
     while not search.stopped:
         # A sixth of the budget in each round, so that later rounds start from better centres.
-        count = max(0, min(budget - len(search.tried), max(2, search.total // 6)))
-        alone = search.lighter(alone)[:count]
-        ranked, fitting = search.ranked(own), search.fitting
+        count = max(0, min(budget - len(explored.tried), max(2, search.total // 6)))
+        alone = explored.lighter(alone)[:count]
+        ranked, fitting = explored.ranked(own), explored.fitting
         # A tight candidate may have a neighbour that fits and is faster than those that do.
         centres = [*ranked[: min(2, len(fitting))], *ranked[len(fitting) :][:1]]
         # If nothing runs, try the next best candidates of the formula.
@@ -110,12 +111,12 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
         points = [*alone, *more]
         if not points:
             break
-        search.simulate(points)
+        explored.simulate(points)
     if search.stopped:
-        search.seen &= {own, *search.tried}
+        search.seen &= {own, *explored.tried}
     # The job has a row of its own. As a candidate it is shown only if nothing is faster.
-    ranked = search.ranked(own)
-    shown = [(p, search.tried[p]) for n, p in enumerate(ranked) if n == 0 or p != own]
+    ranked = explored.ranked(own)
+    shown = [(p, explored.tried[p]) for n, p in enumerate(ranked) if n == 0 or p != own]
     has_time = shown and not search.stopped
     batches = try_batches(search, shown[0], free=free_batch) if has_time else {}
     return Plan(job, shown, batches)
