@@ -93,7 +93,7 @@ class _Workspace:
         """Return a tensor in the memory of a rank, marked if the rank is a peer."""
         # Memory of peers is made outside the record: it takes no space on this device.
         with self.tracer.pause():
-            buffer = torch.empty(sizes, dtype=dtype, device=device.NAME)
+            buffer: Any = torch.empty(sizes, dtype=dtype, device=device.NAME)
         if rank != self.rank:
             # `_Reads` below recognises reads of a peer by this mark.
             buffer.peer = (self.group_name, rank)

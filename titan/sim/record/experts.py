@@ -26,22 +26,21 @@ def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None
         record: Receives the host's waits for the counts.
     """
 
-    def waiting(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
-        def assumed(counts: Tensor, *, num_tokens: int) -> list[int]:
-            record(Synchronize(current_stream(), "rows of experts are counted"))
-            return assume(len(counts), num_tokens)
+    def wait() -> None:
+        record(Synchronize(current_stream(), "rows of experts are counted"))
 
-        return assumed
+    def of_experts(counts: Tensor, *, num_tokens: int) -> list[int]:
+        wait()
+        return split_evenly(num_tokens, len(counts))
 
-    def of_ranks(count: int, num_tokens: int) -> list[int]:
+    def of_ranks(counts: Tensor, *, num_tokens: int) -> list[int]:
+        wait()
         # Tokens sent to each rank, then tokens received from each rank: at most all tokens.
-        ranks = count // 2
+        ranks = len(counts) // 2
         arriving = round(num_tokens * min(busiest, ranks))
         return [*split_evenly(num_tokens, ranks), *split_evenly(arriving, ranks)]
 
-    # A rank's tokens, by its experts, and by the ranks of the dispatch.
-    moe.host_counts = waiting(lambda count, num_tokens: split_evenly(num_tokens, count))
-    expert.host_counts = waiting(of_ranks)
+    moe.host_counts, expert.host_counts = of_experts, of_ranks
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

@@ -208,13 +208,7 @@ def compute_meshes_unfaked(paused: Callable[..., Any]) -> None:
     """
 
     def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-        @paused
-        @functools.wraps(function)
-        def real(*args: Any, **kwargs: Any) -> Any:
-            with unset_fake_temporarily():
-                return function(*args, **kwargs)
-
-        return real
+        return paused(unset_fake_temporarily()(function))
 
     module = "torch.distributed.device_mesh"
     for name in ("__init__", "_flatten", "_unflatten", "_concatenate"):

@@ -198,17 +198,13 @@ class _Plan:
         )
         if self.depths:
             recorded = shallow_depths(request, self.deeper or 0)
+            # Programs compiled at one depth serve the other depth, too.
+            depths = (recorded.fewest, recorded.depth)
+            programs = tuple(at_depth(request, depth, len(self.depths)) for depth in depths)
             size = request.config.parallelism.fsdp_blocks_per_unit
             missing = -request.config.model.sizes.n_layers % size
-            how = {
-                "recorded": recorded,
-                "stages": self.depths,
-                "size": size,
-                "missing": missing,
-            }
-            # Programs compiled at one depth serve the other depth, too.
-            programs = (at_depth(request, n) for n in (recorded.fewest, recorded.depth))
-            job = replace(job, programs=(*programs,), join=partial(_repeated, **how))
+            join = partial(_repeated, recorded, self.depths, size, missing)
+            job = replace(job, programs=programs, join=join)
         dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
         return [replace(job, ranks=ranks) for ranks in dealt]
 
@@ -238,21 +234,20 @@ class _Plan:
 
 
 def _repeated(
-    traces: Sequence[Trace],
-    *,
     recorded: Recorded,
     stages: Sequence[Depth],
     size: int,
     missing: int,
+    traces: Sequence[Trace],
 ) -> Trace:
     """Return the trace of the whole model.
 
     Args:
-        traces: Traces of the two shallow models.
         recorded: FSDP units of the shallow models.
         stages: Units of each stage in the whole model.
         size: Blocks of an FSDP unit.
         missing: Blocks that the first unit lacks.
+        traces: Traces of the two shallow models.
     """
 
     def in_units(trace: Trace, units: int) -> Trace:
@@ -342,16 +337,13 @@ def shallow_depths(request: TraceRequest, deeper: int = 0) -> Recorded:
     return Recorded(fewest, depth, dense, last)
 
 
-def at_depth(request: TraceRequest, depth: int) -> JobConfig:
+def at_depth(request: TraceRequest, depth: int, num_stages: int) -> JobConfig:
     """Return the job with `depth` blocks, or FSDP units of several blocks, in every pipeline stage."""
-    config, num_stages = request.config, 1
+    config = request.config
     parallelism = config.parallelism
-    if request.layout.pp > 1:
+    if num_stages > 1:
         # The stage split of the shallow model must have as many stages as the deep one, with equal
         # blocks in each.
-        stages = shallow(request)
-        assert stages is not None
-        num_stages = len(stages)
         names = [
             [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
         ]

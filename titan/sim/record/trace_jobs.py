@@ -120,15 +120,14 @@ def trace_job(
     with fake_world(layout, rank=rank, world_size=job.world_size) as (device, mesh):
         tracer = Tracer(mesh, replays_programs=replays_programs)
         tracer.scopes.watch_fsdp()
-        if job.script is not None:
+        scripts = []
+        if job.script is None:
+            _prepare(job, tracer)
+        else:
             if job.prepare is not None:
                 job.prepare()
             with torch_compat.unset_fake_temporarily():  # its imports may compute values
-                builds = [job.script(device)]
-        else:
-            assert layout is not None
-            _prepare(job, layout, tracer)
-            builds = [partial(job_program, p, layout, device, mesh) for p in job.programs]
+                scripts = [job.script(device)]
         reported: dict[
             int, TraceError
         ] = {}  # by id of the error; described where it was raised
@@ -154,14 +153,13 @@ def trace_job(
                 raise TraceError(_describe(error, tracer, rank)) from error
 
         for part in (job, *job.others):
-            if part is not job:
-                builds = [
-                    partial(job_program, p, _layout(part), device, mesh) for p in part.programs
-                ]
+            programs = [
+                partial(job_program, p, _layout(part), device, mesh) for p in part.programs
+            ]
             for rank in part.ranks:
                 # Pipeline stages differ, and every rank is moved to another stage in the same process.
                 tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
-                yield part.join([recorded(build) for build in builds])
+                yield part.join([recorded(build) for build in (*scripts, *programs)])
 
 
 def _host_trace(job: Job) -> Trace:
@@ -201,7 +199,7 @@ def world_of(job: Job) -> object:
     return (str(layout), job.ranks, simulator, busiest) if layout.pp == 1 else id(job)
 
 
-def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
+def _prepare(job: Job, tracer: Any) -> None:
     """Replace the functions that titan's own program finds in its modules."""
     from titan.sim.record import torch_compat
     from titan.sim.record.experts import assume_token_counts
@@ -209,7 +207,7 @@ def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
     from titan.sim.record.program import cache_by_program
     from titan.step import train_step as module
 
-    config = job.programs[0]
+    config, layout = job.programs[0], _layout(job)
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
     assume_token_counts(busiest_rank(config, config.model.sizes, layout), tracer.record)
     module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
