@@ -27,7 +27,7 @@ from titan.config.load import load_from_argv
 from titan.config.render import to_toml
 from titan.contrib.averages.average import WeightAverage
 from titan.models.llama3.model import Llama
-from titan.numerics.swap import experiment
+from titan.numerics import experiment
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
 from titan.step import train_step

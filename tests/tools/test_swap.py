@@ -20,7 +20,8 @@ from tests.tools.test_audit import GradientFlips, _train
 from titan.cli import main as titan
 from titan.config.load import load_from_argv
 from titan.config.render import to_toml
-from titan.numerics.swap import experiment, handover
+from titan.numerics import experiment
+from titan.numerics.swap import handover
 from titan.run.hook import Hook
 from titan.run.trainer import Trainer
 

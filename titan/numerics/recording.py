@@ -50,7 +50,7 @@ class StepRecorder:
         )
 
         def gradients() -> None:
-            if self.recorder.active:
+            if self.recorder.share is not None:
                 self.recorder.parameters("gradient")
 
         step.call_with_gradients(gradients)
