@@ -134,7 +134,7 @@ class Share:
             return None
         return tp * parts // num_tp * length + torch.arange(length)
 
-    def part(self, local: Tensor, dims: Dims, samples: range) -> Part | None:
+    def part(self, local: Tensor, dims: Dims, samples: range) -> TensorPart | None:
         """Return a rank's part of a whole tensor with its place, or None if the place is not known.
 
         Args:
@@ -153,10 +153,10 @@ class Share:
         pairs = zip(dims, local.shape, strict=True)
         indices = [self.indices(dim, length, samples) for dim, length in pairs]
         known = [found for found in indices if found is not None]
-        return Part(local, known, dims) if len(known) == len(indices) else None
+        return TensorPart(local, known, dims) if len(known) == len(indices) else None
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Part of a whole tensor that one rank has.
 
     Attributes:
@@ -309,13 +309,15 @@ class Recorder:
                 value = parameter.grad if kind == "gradient" else parameter.detach()
                 if value is None:
                     continue
-                part = Part(local_of(value), indices_of(value), value.shape)
+                part = TensorPart(local_of(value), indices_of(value), value.shape)
                 if [*part.local.shape] != [*map(len, part.indices)]:
-                    part = Part(whole(value), [*map(torch.arange, value.shape)], value.shape)
+                    part = TensorPart(
+                        whole(value), [*map(torch.arange, value.shape)], value.shape
+                    )
                 if part.local.numel():
                     self._add(kind, canonical_name(name), value, part)
 
-    def _add(self, kind: str, name: str, x: Tensor, part: Part) -> None:
+    def _add(self, kind: str, name: str, x: Tensor, part: TensorPart) -> None:
         """Add this rank's part of a tensor to the record."""
         assert self.share is not None
         share = self.share

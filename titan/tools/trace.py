@@ -66,7 +66,7 @@ class TraceEvent:
     within: frozenset[str] = frozenset()
 
 
-class Kernel(NamedTuple):
+class _Kernel(NamedTuple):
     """Kernel of a GPU, and the id that it shares with its launch."""
 
     begin: int
@@ -75,7 +75,7 @@ class Kernel(NamedTuple):
     correlation: int | None
 
 
-class Flow(NamedTuple):
+class _Flow(NamedTuple):
     """End of an arrow from a forward operator ("s") to a backward node ("f"), which have the same id."""
 
     phase: str
@@ -187,7 +187,7 @@ def _span(record: Record) -> tuple[int, int]:
 
 def _sorted_out(
     raw: Iterable[Record],
-) -> tuple[list[TraceEvent], dict[int | None, TraceEvent], list[Kernel], list[Flow]]:
+) -> tuple[list[TraceEvent], dict[int | None, TraceEvent], list[_Kernel], list[_Flow]]:
     """Sort the records of a trace.
 
     Returns:
@@ -199,10 +199,10 @@ def _sorted_out(
         category = record.get("cat")
         correlation = record.get("args", {}).get("correlation")
         if category in _KERNELS:
-            kernels.append(Kernel(*_span(record), sys.intern(record["name"]), correlation))
+            kernels.append(_Kernel(*_span(record), sys.intern(record["name"]), correlation))
         elif category == "fwdbwd":
             place = (record["pid"], record["tid"]), _span(record)[0]
-            flows.append(Flow(record["ph"], record["id"], place))
+            flows.append(_Flow(record["ph"], record["id"], place))
         elif category in _ON_HOST and record["ph"] == "X":
             # Beginning and end of an event on a thread never cross, so nesting follows from times.
             thread = (record["pid"], record["tid"])
@@ -248,7 +248,7 @@ def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
     return stretches
 
 
-def _links(flows: list[Flow], events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
+def _links(flows: list[_Flow], events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
     """Map each backward node to its forward operator, by the profiler's flow events."""
     # If several events begin together, the innermost comes last.
     at = {(event.thread, event.begin): event for event in events if event.is_operator}

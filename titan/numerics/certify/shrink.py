@@ -62,6 +62,7 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
         "loss.chunk_tokens": min(config.loss.chunk_tokens, 100),
         # It has the traps of inductor, and takes a tenth of the time.
         "compile.backend": f"aot_eager{'_decomp_partition' * (ac.mode == 'memory_budget')}",
+        "compile.mode": "default",
     }
     if own is not None:
         takes_depth = "n_layers" in inspect.signature(own).parameters

@@ -36,7 +36,7 @@ from titan.numerics.diff.command import differing_keys
 from titan.numerics.experiment import Facts, Proof, Side, ranks_of, sequences_of
 from titan.numerics.run_job import newest_start, open_run, require_permissions
 from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
-from titan.numerics.swap.trial import FOLDER, Trial, verdict_of
+from titan.numerics.swap.trial import FOLDER, SwapTrial, verdict_of
 from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
 
@@ -69,9 +69,13 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         print(f"handed over before: {goes_on}")
         return 0
     proofs = trial.prove(step, options.steps)
-    found = _facts(trial, proofs)
-    found["seconds"] = time.monotonic() - begun
-    found["result"].append(_outlook(found))
+    found = _facts(trial, proofs) | {"seconds": time.monotonic() - begun}
+    left_out = "; ".join([*trial.left_out, *found["changes"]])
+    found["result"] = [
+        verdict_of(proofs, trial.what),
+        f"not compared: {left_out}",
+        _outlook(found),
+    ]
     if not put_json(found, options.json):
         lines = differing_keys(to_toml(trial.old.config), to_toml(new.config), "old and new")
         for proof in proofs.values():
@@ -85,7 +89,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     return 0
 
 
-def plan(options: argparse.Namespace, keys: Sequence[str]) -> Trial:
+def plan(options: argparse.Namespace, keys: Sequence[str]) -> SwapTrial:
     """Read both jobs.
 
     Raises:
@@ -125,24 +129,21 @@ def plan(options: argparse.Namespace, keys: Sequence[str]) -> Trial:
     identity = fingerprint(vars(options), old_toml, kept)
     handover = Handover(Path(asked.job.dump_folder), identity, run, saved, base)
     new = Side(words, asked, ranks, options.python)
-    return Trial(handover, Side([], config, size), new, kept, changes)
+    return SwapTrial(handover, Side([], config, size), new, kept, changes)
 
 
-def _facts(trial: Trial, proofs: Mapping[str, Proof]) -> dict[str, Any]:
-    """Return the facts of a swap for --json and swap.json."""
+def _facts(trial: SwapTrial, proofs: Mapping[str, Proof]) -> dict[str, Any]:
+    """Return the facts of a swap for --json and swap.json, but for its time and its result."""
     run, step = trial.handover.old, trial.steps[0] - 1
     newest = max([row["step"] for row in read_rows(run / "metrics.jsonl")], default=step)
-    changes = change_lines(trial.changes)
-    left_out = "; ".join([*trial.left_out, *changes])
     return {
         "run": str(run),
         "step": step,
         "ranks": trial.old.ranks,  # for --back
-        "changes": changes,
+        "changes": change_lines(trial.changes),
         "proofs": [*map(asdict, proofs.values())],
         **trial.figures(),
         "again": max(newest - step, 0),
-        "result": [verdict_of(proofs, trial.what), f"not compared: {left_out}"],
     }
 
 

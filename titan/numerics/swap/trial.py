@@ -43,7 +43,7 @@ _SHORT = ("training.steps", "lr_scheduler.total_steps", "phase", "debug.record_s
 
 
 @dataclass
-class Trial:
+class SwapTrial:
     """Comparison of two jobs.
 
     Attributes:
