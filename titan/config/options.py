@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -201,34 +201,6 @@ def whole(text: str, least: int = 0, digits: int = 6) -> int:
 def positive(text: str) -> int:
     """Parse an option's whole number of at least 1."""
     return whole(text, least=1)
-
-
-_TYPES: dict[str, Callable[[str], Any]] = {
-    "path": Path,
-    "positive": positive,
-    "int": int,
-    "float": float,
-}
-
-
-def add_options(
-    parser: argparse._ActionsContainer,
-    options: Iterable[Mapping[str, Any]],
-    **types: Callable[[str], Any],
-) -> None:
-    """Add options that a file describes.
-
-    Args:
-        parser: a parser, or a group of options of which a command takes one.
-        options: for each option its `name`, and what `add_argument` takes. A type has a name, such as "path".
-        **types: further types by their names.
-    """
-    for option in options:
-        settings = dict(option)
-        name = settings.pop("name")
-        if "type" in settings:
-            settings["type"] = (_TYPES | types)[settings["type"]]
-        parser.add_argument(name, **settings)
 
 
 def add_new_layout(parser: argparse.ArgumentParser) -> None:

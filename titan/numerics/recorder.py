@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,26 +30,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from titan.numerics.digests import Digest, differ, digest_of, indices_of, local_of, whole
-from titan.numerics.module_hooks import hook_outputs, is_recomputation
-from titan.numerics.recorded import RecordedTensor
 from titan.parallel.compile import is_compiled
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.selective import outside_selection
 
+from .digests import Digest, differ, digest_of, indices_of, local_of, whole
+from .module_hooks import hook_outputs, is_recomputation
+from .recorded import RecordedTensor
+
 Dim = int | str
 """A dimension of a whole tensor: a length, or "B", "S", or "BS" for both in one."""
 Dims = Sequence[Dim]
+Run = Callable[[nn.Module, int, int], object]
+Part = tuple[Tensor, list[Tensor], Dims]
+"""Part of a whole tensor that one rank has: its values, its indices in each dimension of the whole tensor, and these dimensions."""
 Place = tuple[object, ...]
 """Start and length of a part in each dimension, and its coordinate among addends."""
 Key = tuple[str, str, Place]
 """Kind and name of a tensor, see `RecordedTensor`, and the place of a part."""
 
 
-def whole_shapes(
-    model: nn.Module, run: Callable[[nn.Module, int, int], Any], *, length: int
-) -> dict[str, tuple[Dim, ...]]:
+def whole_shapes(model: nn.Module, run: Run, *, length: int) -> dict[str, tuple[Dim, ...]]:
     """Return the shape of each module's first output, with the dimensions that follow the batch by name.
 
     Args:
@@ -58,8 +60,7 @@ def whole_shapes(
         length: length of a sequence, to which the model may be called.
     """
     half = max(1, length // 2)
-    first = _output_shapes(model, partial(run, model, 5, half))
-    second = _output_shapes(model, partial(run, model, 7, length))
+    first, second = (_output_shapes(model, run, *sizes) for sizes in ((5, half), (7, length)))
     named: dict[Any, Any] = {(5, 7): "B", (half, length): "S", (5 * half, 7 * length): "BS"}
     found: dict[str, tuple[Dim, ...]] = {}
     for name, shape in first.items():
@@ -70,7 +71,9 @@ def whole_shapes(
     return found
 
 
-def _output_shapes(model: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[int, ...]]:
+def _output_shapes(
+    model: nn.Module, run: Run, batch: int, length: int
+) -> dict[str, tuple[int, ...]]:
     """Return the shape of each module's first output in a run of the model."""
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -82,7 +85,7 @@ def _output_shapes(model: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[
             shapes.setdefault(names[module], tuple(x.shape))
 
     with register_module_forward_hook(note):
-        run()
+        run(model, batch, length)
     return shapes
 
 
@@ -134,7 +137,7 @@ class Share:
             return None
         return tp * parts // num_tp * length + torch.arange(length)
 
-    def part(self, local: Tensor, dims: Dims, samples: range) -> TensorPart | None:
+    def part(self, local: Tensor, dims: Dims, samples: range) -> Part | None:
         """Return a rank's part of a whole tensor with its place, or None if the place is not known.
 
         Args:
@@ -153,21 +156,7 @@ class Share:
         pairs = zip(dims, local.shape, strict=True)
         indices = [self.indices(dim, length, samples) for dim, length in pairs]
         known = [found for found in indices if found is not None]
-        return TensorPart(local, known, dims) if len(known) == len(indices) else None
-
-
-class TensorPart(NamedTuple):
-    """Part of a whole tensor that one rank has.
-
-    Attributes:
-        local: the part.
-        indices: its indices in each dimension of the whole tensor.
-        dims: dimensions of the whole tensor.
-    """
-
-    local: Tensor
-    indices: list[Tensor]
-    dims: Dims
+        return (local, known, dims) if len(known) == len(indices) else None
 
 
 class Recorder:
@@ -309,30 +298,29 @@ class Recorder:
                 value = parameter.grad if kind == "gradient" else parameter.detach()
                 if value is None:
                     continue
-                part = TensorPart(local_of(value), indices_of(value), value.shape)
-                if [*part.local.shape] != [*map(len, part.indices)]:
-                    part = TensorPart(
-                        whole(value), [*map(torch.arange, value.shape)], value.shape
-                    )
-                if part.local.numel():
+                local, indices = local_of(value), indices_of(value)
+                if [*local.shape] != [*map(len, indices)]:
+                    local, indices = whole(value), [*map(torch.arange, value.shape)]
+                if local.numel():
+                    part = local, indices, value.shape
                     self._add(kind, canonical_name(name), value, part)
 
-    def _add(self, kind: str, name: str, x: Tensor, part: TensorPart) -> None:
+    def _add(self, kind: str, name: str, x: Tensor, part: Part) -> None:
         """Add this rank's part of a tensor to the record."""
-        assert self.share is not None
-        share = self.share
-        whole: dict[Dim, int] = {"B": share.samples * share.dp[1], "S": share.length}
-        lengths = [dim if isinstance(dim, int) else whole[dim] for dim in part.dims]
+        share, (local, indices, dims) = self.share, part
+        assert share is not None
+        named: dict[Dim, int] = {"B": share.samples * share.dp[1], "S": share.length}
+        lengths = [dim if isinstance(dim, int) else named[dim] for dim in dims]
         # As gradients of norms over tensor parallelism are, until they are clipped.
         addend = _partial_coordinate(x)
         # Samples of all micro-batches add up in one part.
         starts = (
             share.dp[0] if dim == "B" else (int(i[0]), len(i))
-            for dim, i in zip(part.dims, part.indices, strict=True)
+            for dim, i in zip(dims, indices, strict=True)
             if len(i)
         )
         place = *starts, addend
-        digest = digest_of(part.local, part.indices, lengths, is_partial=addend is not None)
+        digest = digest_of(local, indices, lengths, is_partial=addend is not None)
         if kind == "update":  # projections are linear, so the weights need not be kept
             before = self.seen["weight", name, place].sums
             digest = replace(digest, sums=digest.sums - before, squares=None)
@@ -401,7 +389,7 @@ def _partial_coordinate(value: Tensor) -> tuple[int, ...] | None:
     if not isinstance(value, DTensor):
         return None
     axes = [n for n, placement in enumerate(value.placements) if placement.is_partial()]
-    return tuple(map(value.device_mesh.get_local_rank, axes)) or None
+    return (*map(value.device_mesh.get_local_rank, axes),) or None
 
 
 def _first_float(out: Any) -> Tensor | None:
@@ -430,5 +418,5 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
     if code is None:
         return ""
     path = Path(code.co_filename).resolve()
-    root = next((p for p in path.parents if not (p / "__init__.py").exists()), path.parent)
+    root = next(p for p in path.parents if not (p / "__init__.py").exists())
     return f"{path.relative_to(root)}:{code.co_firstlineno}"

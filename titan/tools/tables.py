@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from titan.commands import summary_of
-from titan.config.options import CommandParser, add_options, command_parser
+from titan.config.options import CommandParser, command_parser, positive
 from titan.config.toml import tomllib
 
 OPTIONS: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("options.toml").read_text("utf-8")
 )
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "path": Path,
+    "positive": positive,
+    "int": int,
+    "float": float,
+}
+
+
+def add_options(
+    parser: argparse._ActionsContainer,
+    options: Iterable[Mapping[str, Any]],
+    **types: Callable[[str], Any],
+) -> None:
+    """Add options that a file describes.
+
+    Args:
+        parser: a parser, or a group of options of which a command takes one.
+        options: for each option its `name`, and what `add_argument` takes. A type has a name, such as "path".
+        **types: further types by their names.
+    """
+    for option in options:
+        settings = dict(option)
+        name = settings.pop("name")
+        if "type" in settings:
+            settings["type"] = (_TYPES | types)[settings["type"]]
+        parser.add_argument(name, **settings)
 
 
 def parser_of(command: str, **types: Callable[[str], Any]) -> CommandParser:

@@ -20,24 +20,27 @@ from titan.config.load import load_config, load_from_argv
 from titan.config.options import put_json
 from titan.config.render import to_toml
 from titan.numerics.certify.shrink import changed
-from titan.numerics.diff.compare import BEYOND, UNIT, apart, compare, shown, values
 from titan.numerics.experiment import (
     AGAIN_ROUNDED,
     Records,
     Side,
     computes_alike,
+    newest_start,
+    open_run,
     ranks_of,
     recomputation,
     record,
+    require_permissions,
 )
-from titan.numerics.run_job import newest_start, open_run, require_permissions
 from titan.numerics.tables import TABLES, parser_of
 from titan.observe.columns import COLUMNS
 from titan.observe.rows import number
 from titan.observe.run_log import read_events
 
+from .compare import BEYOND, UNIT, apart, compare, shown, values
+
 if TYPE_CHECKING:
-    from titan.numerics.diff.saved import SavedTensor
+    from .saved import SavedTensor
 
 _CLOCKS = ("throughput/", "memory/")
 _COLUMNS, _OTHERS = TABLES["columns"], TABLES["uncompared"]["columns"]
@@ -129,8 +132,7 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     """
     config, saved, lost = open_run(run, keys)
     written = run / "config.toml"
-    asked = load_from_argv([str(written), *keys], warn=False)
-    is_same_job = computes_alike(load_config(written), asked)
+    given = load_from_argv([str(written), *keys], warn=False)
     # It says where the run's checkpoints are. Those of the recomputation are elsewhere.
     keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
     original = Records(run, saved.get(step))
@@ -165,8 +167,11 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         folders = Path(place, "first"), Path(place, "again")
         side.check(folders[0])
         first = record(side, folders[0], what=what, saves=saves)
-        is_last = all(n < step for n in starts)
-        found.is_same = is_same_job and is_last and first.facts == original.facts
+        found.is_same = (
+            computes_alike(load_config(written), given)
+            and all(n < step for n in starts)
+            and first.facts == original.facts
+        )
         _compare(found, original, first, None)
         if found.equal_bits:
             return found
@@ -201,7 +206,7 @@ def _compare(found: Audit, original: Records, first: Records, again: Records | N
             what = "the samples of" if worst.kind == "batch" else named
             found.blame(f"{what} step {worst.step}", str(worst))
     blamed, wrong_row = _compare_rows(found, original, first, again)
-    from titan.numerics.diff.saved import SavedStep, compare_steps
+    from .saved import SavedStep, compare_steps
 
     saved, follows = SavedStep(), wrong_row < max(first.rows)
     if original.saved and first.saved:
@@ -222,7 +227,7 @@ def _compare(found: Audit, original: Records, first: Records, again: Records | N
 
 def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
     """Return what is wrong if tensors of the checkpoint differ, and no row of metrics before."""
-    from titan.numerics.diff.saved import kind_of
+    from .saved import kind_of
 
     if {kind_of(tensor.name) for tensor in wrong} == {"weights"}:
         return "the weights of the checkpoint: what the optimizer keeps is equal"

@@ -23,10 +23,11 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
 from titan.numerics.certify.command import least_world
-from titan.numerics.diff.compare import Comparison, compare, parameters_only, shown
 from titan.numerics.experiment import AGAIN_ROUNDED, Side, record
 from titan.numerics.recorded import RecordedStep, read_steps
 from titan.numerics.tables import TABLES, parser_of
+
+from .compare import Comparison, compare, parameters_only, shown
 
 _SHOWN = 8
 _ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more

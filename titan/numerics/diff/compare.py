@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan.numerics.recorded import RecordedStep, RecordedTensor
+from titan.numerics.tables import TABLES
 
 Key = tuple[str, str]
 # A difference is beyond rounding from this many times the measured spread on: a layout adds up in another order in each module, and the
@@ -26,16 +27,7 @@ _UNMEASURED = 512.0
 _CLOSE = 0.05  # of a recognised factor
 _OF_PARAMETERS = {"weight", "gradient", "update"}
 _BACKWARD = {"output gradient", "gradient", "update"}
-_STAGES = {
-    "batch": 0,
-    "weight": 1,
-    "output": 2,
-    "loss": 3,
-    "output gradient": 4,
-    "gradient": 4,
-    "gradient norm": 5,
-    "update": 6,
-}
+_STAGES: dict[str, int] = TABLES["stages"]
 _SHOWN = 8
 
 
@@ -102,13 +94,8 @@ class Comparison:
             return "no module of the first steps: all recorded tensors are equal"
         found = self.differences[0]
         owner, _, own = found.name.rpartition(".")
-        where = {
-            "output": f"{found.name}: its output",
-            "output gradient": f"{found.name}: the gradient of its output",
-            "gradient": f"{owner}: the gradient of its {own}",
-            "update": f"{owner}: the update of its {own}",
-            "weight": f"{owner}: its {own} before the step",
-        }.get(found.kind, f"the {found.kind}")
+        words = TABLES["places"].get(found.kind, "the {kind}")
+        where = words.format(kind=found.kind, name=found.name, owner=owner, own=own)
         return f"{where}; {found.guess}" if found.guess else where
 
 

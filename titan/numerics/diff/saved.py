@@ -13,7 +13,8 @@ from torch import Tensor
 from titan.checkpoint.identity import differing
 from titan.checkpoint.manager import load, read_metadata, stored_shapes
 from titan.checkpoint.storage import Location
-from titan.numerics.diff.compare import BEYOND, UNIT, apart, values
+
+from .compare import BEYOND, UNIT, apart, values
 
 _READ_AT_ONCE = 2**28  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

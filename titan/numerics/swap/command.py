@@ -33,12 +33,21 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.data.special_tokens import fingerprint
 from titan.numerics.diff.command import differing_keys
-from titan.numerics.experiment import Facts, Proof, Side, ranks_of, sequences_of
-from titan.numerics.run_job import newest_start, open_run, require_permissions
-from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
-from titan.numerics.swap.trial import FOLDER, SwapTrial, verdict_of
+from titan.numerics.experiment import (
+    Facts,
+    Proof,
+    Side,
+    newest_start,
+    open_run,
+    ranks_of,
+    require_permissions,
+    sequences_of,
+)
 from titan.numerics.tables import parser_of
 from titan.observe.rows import read_rows
+
+from .handover import BEFORE, Handover, lineage, toml_lines
+from .trial import FOLDER, SwapTrial, verdict_of
 
 _REFUSED = 3  # exit code of --or-refuse
 
@@ -72,7 +81,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     found = _facts(trial, proofs) | {"seconds": time.monotonic() - begun}
     left_out = "; ".join([*trial.left_out, *found["changes"]])
     found["result"] = [
-        verdict_of(proofs, trial.what),
+        verdict_of(proofs, f"{trial.span}, and what is saved after step {trial.last:,}"),
         f"not compared: {left_out}",
         _outlook(found),
     ]

@@ -32,8 +32,9 @@ from titan.numerics.experiment import (
     record,
     settle,
 )
-from titan.numerics.swap.handover import Handover, toml_lines
 from titan.numerics.tables import TABLES
+
+from .handover import Handover, toml_lines
 
 AS_THEY_ARE, FLOAT32 = "", "in float32, "
 FOLDER = "with the command that goes on, in the new folder, "
@@ -108,11 +109,6 @@ class SwapTrial:
             why = "the model draws random numbers outside of modules" if draws else ""
         again = partial(self._trained, name, self.old, keys)
         return settle(one, two, again, is_same=is_same, why=why)
-
-    @property
-    def what(self) -> str:
-        """Return the steps that are compared, in words."""
-        return f"{self.span}, and what is saved after step {self.last:,}"
 
     @property
     def left_out(self) -> list[str]:
