@@ -18,7 +18,6 @@ from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, saved_tensors
 from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
-from titan.numerics import experiment
 from titan.numerics.diff.audit import Audit, audit
 from titan.numerics.diff.saved import compare_steps
 from titan.run.hook import Hook
@@ -44,7 +43,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks == 1
         _train(load_from_argv(words, warn=False))
 
-    monkeypatch.setattr(experiment, "train", train)
+    monkeypatch.setattr("titan.numerics.experiment.train", train)
 
 
 def _run(folder: Path, *faults: Fault, **sections: Any) -> Path:

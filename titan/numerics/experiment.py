@@ -45,7 +45,6 @@ from .tables import TABLES
 
 VERDICTS = EQUAL, ROUNDED, DIFFERS = ("equal bits", "equal but for rounding", "differs")
 AGAIN_ROUNDED = " again with rounding noise, to measure what is normal"
-_ALIKE = ("place", "same")  # kinds of free_keys.toml
 _SHOWN = 8
 _REPLACED = ("job.dump_folder", "metrics.enable_wandb")
 
@@ -59,7 +58,9 @@ def computes_alike(a: JobConfig, b: JobConfig, *, but: Collection[str] = ()) -> 
         but: settings that may differ in any case.
     """
     found = differing(settings(a), settings(b)).keys() - but
-    return job_facts(a) == job_facts(b) and all(freedom(key) in _ALIKE for key in found)
+    return job_facts(a) == job_facts(b) and all(
+        freedom(key) in ("place", "same") for key in found
+    )
 
 
 # ---- a side, and its records ----------------------------------------------------------------------
@@ -81,13 +82,10 @@ class Side:
     ranks: int
     python: str = sys.executable
 
-    def words_in(self, folder: Path) -> list[str]:
-        """Return files and keys of the job in a run folder."""
-        return [*self.words, f"--job.dump_folder={folder}"]
-
     def check(self, folder: Path) -> None:
         """Raise ConfigError if the job cannot run on its ranks in a run folder."""
-        load_to_run(self.words_in(folder), world_size=self.ranks, warn=False)
+        words = [*self.words, f"--job.dump_folder={folder}"]
+        load_to_run(words, world_size=self.ranks, warn=False)
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,8 @@ def record(side: Side, folder: Path, *, what: str, saves: int | None = None) -> 
         what: the job in words.
         saves: step that it saves. None: none that is compared.
     """
-    train(side.words_in(folder), ranks=side.ranks, what=what, python=side.python)
+    words = [*side.words, f"--job.dump_folder={folder}"]
+    train(words, ranks=side.ranks, what=what, python=side.python)
     return Records(folder, None if saves is None else folder / f"checkpoint/step-{saves}")
 
 

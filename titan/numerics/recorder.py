@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -39,16 +39,15 @@ from .digests import Digest, differ, digest_of, indices_of, local_of, whole
 from .module_hooks import hook_outputs, is_recomputation
 from .recorded import RecordedTensor
 
+Run = Callable[[nn.Module, int, int], object]
 Dim = int | str
 """A dimension of a whole tensor: a length, or "B", "S", or "BS" for both in one."""
-Dims = Sequence[Dim]
-Run = Callable[[nn.Module, int, int], object]
-Part = tuple[Tensor, list[Tensor], Dims]
-"""Part of a whole tensor that one rank has: its values, its indices in each dimension of the whole tensor, and these dimensions."""
-Place = tuple[object, ...]
+
+
+Key = tuple[str, str]
+"""Kind and name of a tensor, see `RecordedTensor`."""
+Place = tuple[Any, ...]
 """Start and length of a part in each dimension, and its coordinate among addends."""
-Key = tuple[str, str, Place]
-"""Kind and name of a tensor, see `RecordedTensor`, and the place of a part."""
 
 
 def whole_shapes(model: nn.Module, run: Run, *, length: int) -> dict[str, tuple[Dim, ...]]:
@@ -89,76 +88,6 @@ def _output_shapes(
     return shapes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """Samples and tokens of a step that one rank has.
-
-    Attributes:
-        dp: this rank's number among the data-parallel ranks, and their number.
-        tp: the same of tensor parallelism.
-        batch: samples of a micro-batch of this rank.
-        samples: samples of a step of this rank.
-        positions: positions of this rank's tokens in the sequence, before tensor parallelism cuts them, int64.
-        length: tokens of a sequence.
-    """
-
-    dp: tuple[int, int]
-    tp: tuple[int, int]
-    batch: int
-    samples: int
-    positions: Tensor
-    length: int
-
-    def indices(self, dim: Dim, length: int, samples: range) -> Tensor | None:
-        """Return the indices in the whole dimension of a part of this length, or None if that is not known.
-
-        Args:
-            dim: the dimension of the whole tensor.
-            length: length of the part.
-            samples: samples of this rank that the part has.
-        """
-        (tp, num_tp), (dp, num_dp) = self.tp, self.dp
-        if dim == "B":
-            if length != len(samples) or samples.stop > self.samples:
-                return None
-            # Micro-batches take turns over the data-parallel ranks.
-            mine = torch.arange(samples.start, samples.stop)
-            return (mine // self.batch * num_dp + dp) * self.batch + mine % self.batch
-        if dim == "S":
-            cut = len(self.positions)
-            if length == cut:
-                return self.positions
-            if length * num_tp == cut:
-                return self.positions.chunk(num_tp)[tp]
-            return torch.arange(length) if length == self.length else None
-        assert isinstance(dim, int)
-        parts, rest = divmod(dim, length) if length else (0, 1)
-        if rest or parts > num_tp or num_tp % parts:
-            return None
-        return tp * parts // num_tp * length + torch.arange(length)
-
-    def part(self, local: Tensor, dims: Dims, samples: range) -> Part | None:
-        """Return a rank's part of a whole tensor with its place, or None if the place is not known.
-
-        Args:
-            local: the part.
-            dims: dimensions of the whole tensor.
-            samples: samples of this rank that the part has.
-        """
-        if local.ndim != len(dims):
-            return None
-        if "BS" in dims:
-            at = dims.index("BS")
-            if not samples or local.shape[at] % len(samples):
-                return None
-            local = local.unflatten(at, (len(samples), -1))
-            dims = (*dims[:at], "B", "S", *dims[at + 1 :])
-        pairs = zip(dims, local.shape, strict=True)
-        indices = [self.indices(dim, length, samples) for dim, length in pairs]
-        known = [found for found in indices if found is not None]
-        return (local, known, dims) if len(known) == len(indices) else None
-
-
 class Recorder:
     """Recorder of steps on one rank. Between `begin` and `end`, it records what modules compute.
 
@@ -171,15 +100,12 @@ class Recorder:
         optimizer.step()
         recorder.parameters("update")
         tensors = recorder.end()      # on rank 0; [] elsewhere
-
-    Attributes:
-        share: what this rank has of the step that is recorded. None: no step is.
     """
 
     def __init__(
         self,
         parts: Sequence[nn.Module],
-        shapes: Mapping[str, Dims],
+        shapes: Mapping[str, tuple[Dim, ...]],
         *,
         mesh: DeviceMesh | None,
         perturbed: int = 0,
@@ -193,34 +119,26 @@ class Recorder:
             perturbed: seed of a disturbance. Each output of a module without children, and each gradient that passes it, then changes at
                 random by one unit in the last place. The spread that follows is what rounding does. 0: none.
         """
-        self.parts, self.shapes, self.mesh = parts, shapes, mesh
-        self.share: Share | None = None
-        self.batch_size = 0
+        self.parts, self.shapes = parts, shapes
+        self.dp = _place(mesh, "dp_replicate", "dp_shard")
+        self.tp = _place(mesh, "tp")
+        self.active = False
         self.generator = torch.Generator().manual_seed(perturbed) if perturbed else None
         for part in parts:
             part.register_forward_pre_hook(self._note_batch, with_kwargs=True)
             # A selective checkpoint must not keep what a recomputation does not do.
             hook_outputs(part, outside_selection(self._see))
 
-    def _note_batch(self, _: nn.Module, args: object, kwargs: object) -> None:
+    def _note_batch(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         self.batch_size = next((len(x) for x in leaves if x.ndim > 1), 0)
 
-    def _see(
-        self, name: str, module: nn.Module, args: tuple[object, ...], out: object
-    ) -> object:
+    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         """Record an output. Return it, or one that rounding has changed."""
-        x = _first_float(out)
-        if self.share is None or x is None:
-            return out
-        is_leaf = not [*module.children()] and not is_compiled(module)
-        # A layer that the loss applies returns its argument.
-        if self.generator is not None and is_leaf and not any(x is given for given in args):
-            moved = self._perturb(x, self.generator)
-            out, x = tree_map(lambda leaf: moved if leaf is x else leaf, out), moved
-        # A recomputation repeats what has been recorded, and the output of a pipeline stage is not the model's.
-        if name in self.shapes and name and not is_recomputation():
-            self._note_output(name, x)
+        if self.generator is not None and not [*module.children()] and not is_compiled(module):
+            out = self._perturb(args, out)
+        if name:  # a pipeline stage ends elsewhere than the model
+            self._note_output(name, out)
         return out
 
     def begin(self, *, batch: int, samples: int, positions: Tensor, length: int) -> None:
@@ -232,17 +150,12 @@ class Recorder:
             positions: positions of this rank's tokens in the sequence, before tensor parallelism cuts them, int64.
             length: tokens of a sequence.
         """
-        self.share = Share(
-            dp=_place(self.mesh, "dp_replicate", "dp_shard"),
-            tp=_place(self.mesh, "tp"),
-            batch=batch,
-            samples=samples,
-            positions=positions.cpu(),
-            length=length,
-        )
-        self.seen: dict[Key, Digest] = {}
-        self.calls: Counter[str] = Counter()
-        self.with_gradient: set[tuple[str, range]] = set()
+        self.batch, self.samples, self.length = batch, samples, length
+        self.positions = positions.cpu()
+        self.active = True
+        self.seen: dict[Key, dict[Place, Digest]] = {}
+        self.calls = Counter[str]()
+        self.with_gradient = set[tuple[str, range]]()
         self.parameters("weight")
 
     def inputs(self, first: int, **tensors: Tensor) -> None:
@@ -252,20 +165,31 @@ class Recorder:
 
     # ---- outputs and their gradients ----------------------------------------------------------------
 
-    def _perturb(self, x: Tensor, generator: torch.Generator) -> Tensor:
+    def _perturb(self, args: Any, out: Any) -> Any:
         # A recomputation must save as many tensors for the backward pass. Its signs may be other ones.
+        if (
+            not self.active
+            or (x := _first_float(out)) is None
+            or any(x is given for given in args)  # a layer that the loss applies
+        ):
+            return out
         local = local_of(x)
-        signs = torch.randint(-1, 2, local.shape, generator=generator).to(local.device)
+        signs = torch.randint(-1, 2, local.shape, generator=self.generator).to(local.device)
         factor = 1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps
         if isinstance(x, DTensor):
             factor = DTensor.from_local(factor, x.device_mesh, x.placements, run_check=False)
-        return x * factor
+        return tree_map(lambda leaf: x * factor if leaf is x else leaf, out)
 
-    def _note_output(self, name: str, x: Tensor) -> None:
-        first, dims = self.calls[name], self.shapes[name]
-        has_batch = not {"B", "BS"}.isdisjoint(dims)
+    def _note_output(self, name: str, out: Any) -> None:
+        # A recomputation for the backward pass repeats what has been recorded.
+        if not self.active or is_recomputation():
+            return
+        x = _first_float(out)
+        if x is None or name not in self.shapes:
+            return
+        first, has_batch = self.calls[name], not {"B", "BS"}.isdisjoint(self.shapes[name])
         samples = range(first, first + self.batch_size)
-        if (not has_batch and first) or not self._note("output", name, x, samples, dims):
+        if (not has_batch and first) or not self._note("output", name, x, samples):
             return  # an output of parameters alone is the same in each micro-batch
         self.calls[name] += self.batch_size if has_batch else 1
         if x.requires_grad and has_batch:
@@ -275,16 +199,53 @@ class Recorder:
         # None: no gradient arrives. A backward pass in two halves computes it in both.
         if gradient is not None and (name, samples) not in self.with_gradient:
             self.with_gradient.add((name, samples))
-            self._note("output gradient", name, gradient, samples, self.shapes[name])
+            self._note("output gradient", name, gradient, samples)
 
     @torch.no_grad()
-    def _note(self, kind: str, name: str, x: Tensor, samples: range, dims: Dims) -> bool:
-        """Note a part with some samples of this rank. Return whether its place is known."""
-        assert self.share is not None
-        part = self.share.part(local_of(x.detach()), dims, samples)
-        if part is not None:
-            self._add(kind, name, x, part)
-        return part is not None
+    def _note(
+        self, kind: str, name: str, x: Tensor, samples: range, dims: tuple[Dim, ...] = ()
+    ) -> bool:
+        """Note a part with some samples of this rank. Return whether it is known how the parts join."""
+        local, dims = local_of(x.detach()), dims or self.shapes[name]
+        if local.ndim != len(dims):
+            return False
+        if "BS" in dims:
+            at = dims.index("BS")
+            if not samples or local.shape[at] % len(samples):
+                return False
+            local = local.unflatten(at, (len(samples), -1))
+            dims = (*dims[:at], "B", "S", *dims[at + 1 :])
+        indices = []
+        for dim, length in zip(dims, local.shape, strict=True):
+            indices.append(found := self._indices(dim, length, samples))
+            if found is None:
+                return False
+        self._put(kind, name, x, local, indices, dims)
+        return True
+
+    def _indices(self, dim: Dim, length: int, samples: range) -> Tensor | None:
+        """Return the indices in the whole dimension of a part of this length, or None if that is not known."""
+        (tp, tps), (dp, dps) = self.tp, self.dp
+        if dim == "B":
+            if length != len(samples) or samples.stop > self.samples:
+                return None
+            # Micro-batches take turns over the data-parallel ranks.
+            mine = torch.arange(samples.start, samples.stop)
+            return (mine // self.batch * dps + dp) * self.batch + mine % self.batch
+        if dim == "S":
+            cut = len(self.positions)
+            if length == cut:
+                return self.positions
+            if length * tps == cut:
+                return self.positions.chunk(tps)[tp]
+            return torch.arange(length) if length == self.length else None
+        assert isinstance(dim, int)
+        parts, rest = divmod(dim, length) if length else (0, 1)
+        if rest or parts > tps or tps % parts:
+            return None
+        return tp * parts // tps * length + torch.arange(length)
+
+    # ---- parameters -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def parameters(self, kind: str) -> None:
@@ -293,39 +254,44 @@ class Recorder:
         Args:
             kind: "weight", "gradient" or "update".
         """
-        for stage in self.parts:
-            for name, parameter in [*stage.named_parameters(), *_buffers(stage)]:
+        for part in self.parts:
+            for name, parameter in [*part.named_parameters(), *_buffers(part)]:
                 value = parameter.grad if kind == "gradient" else parameter.detach()
                 if value is None:
                     continue
-                local, indices = local_of(value), indices_of(value)
+                indices, local = indices_of(value), local_of(value)
                 if [*local.shape] != [*map(len, indices)]:
                     local, indices = whole(value), [*map(torch.arange, value.shape)]
                 if local.numel():
-                    part = local, indices, value.shape
-                    self._add(kind, canonical_name(name), value, part)
+                    self._put(kind, canonical_name(name), value, local, indices, value.shape)
 
-    def _add(self, kind: str, name: str, x: Tensor, part: Part) -> None:
-        """Add this rank's part of a tensor to the record."""
-        share, (local, indices, dims) = self.share, part
-        assert share is not None
-        named: dict[Dim, int] = {"B": share.samples * share.dp[1], "S": share.length}
+    def _put(
+        self,
+        kind: str,
+        name: str,
+        x: Tensor,
+        local: Tensor,
+        indices: list[Tensor],
+        dims: Sequence[Dim],
+    ) -> None:
+        """Add this rank's part of a tensor, with its indices in each dimension, to the record."""
+        named: dict[Dim, int] = {"B": self.samples * self.dp[1], "S": self.length}
         lengths = [dim if isinstance(dim, int) else named[dim] for dim in dims]
         # As gradients of norms over tensor parallelism are, until they are clipped.
         addend = _partial_coordinate(x)
         # Samples of all micro-batches add up in one part.
         starts = (
-            share.dp[0] if dim == "B" else (int(i[0]), len(i))
+            self.dp[0] if dim == "B" else (int(i[0]), len(i))
             for dim, i in zip(dims, indices, strict=True)
             if len(i)
         )
         place = *starts, addend
         digest = digest_of(local, indices, lengths, is_partial=addend is not None)
         if kind == "update":  # projections are linear, so the weights need not be kept
-            before = self.seen["weight", name, place].sums
-            digest = replace(digest, sums=digest.sums - before, squares=None)
-        key = kind, name, place
-        self.seen[key] = self.seen[key] + digest if key in self.seen else digest
+            digest.sums = digest.sums - self.seen["weight", name][place].sums
+            digest.squares = None
+        parts = self.seen.setdefault((kind, name), {})
+        parts[place] = parts[place] + digest if place in parts else digest
 
     # ---- joining ----------------------------------------------------------------------------------------
 
@@ -335,33 +301,33 @@ class Recorder:
         Returns:
             On rank 0 the tensors, outputs in the order of the forward pass. Elsewhere nothing.
         """
-        self.share = None
+        self.active = False
         everyone: list[Any] = [self.seen]
         if dist.is_initialized():
             everyone *= dist.get_world_size()
             dist.all_gather_object(everyone, self.seen)
             if dist.get_rank():
                 return []
-        tensors: dict[tuple[str, str], dict[Place, dict[int, Digest]]] = {}
+        parts: dict[Key, dict[Place, list[tuple[int, Digest]]]] = {}
         for rank, seen in enumerate(everyone):
-            for (kind, name, place), digest in seen.items():
-                tensors.setdefault((kind, name), {}).setdefault(place, {})[rank] = digest
-        named = (stage.named_modules() for stage in self.parts)
+            for key, places in seen.items():
+                for place, digest in places.items():
+                    parts.setdefault(key, {}).setdefault(place, []).append((rank, digest))
+        named = (part.named_modules() for part in self.parts)
         modules = {canonical_name(name): module for name, module in chain(*named)}
         return [
-            _join(kind, name, parts.values(), source_line(modules, name))
-            for (kind, name), parts in tensors.items()
+            _join(*key, [*places.values()], source_line(modules, key[1]))
+            for key, places in parts.items()
         ]
 
 
 def _join(
-    kind: str, name: str, parts: Iterable[dict[int, Digest]], line: str
+    kind: str, name: str, parts: list[list[tuple[int, Digest]]], line: str
 ) -> RecordedTensor:
-    """Join the parts of a tensor. Several ranks may have a copy of a part."""
+    """Join the parts of a tensor, of which several ranks may have copies."""
     digests: list[Digest] = []
     differing: list[list[int]] = []
-    for copies in parts:
-        (rank, first), *others = copies.items()
+    for (rank, first), *others in parts:
         away = [[other, rank] for other, digest in others if differ(first, digest)]
         if away and kind == "output gradient":
             # Each rank has the gradient of its own uses. The backward pass adds them up before this module.
@@ -389,7 +355,7 @@ def _partial_coordinate(value: Tensor) -> tuple[int, ...] | None:
     if not isinstance(value, DTensor):
         return None
     axes = [n for n, placement in enumerate(value.placements) if placement.is_partial()]
-    return (*map(value.device_mesh.get_local_rank, axes),) or None
+    return tuple(map(value.device_mesh.get_local_rank, axes)) or None
 
 
 def _first_float(out: Any) -> Tensor | None:

@@ -51,7 +51,7 @@ class StepRecorder:
         )
 
         def gradients() -> None:
-            if self.recorder.share is not None:
+            if self.recorder.active:
                 self.recorder.parameters("gradient")
 
         step.call_with_gradients(gradients)

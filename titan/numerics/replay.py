@@ -50,7 +50,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
         passes: runs the passes.
     """
     bits: Bits = {}
-    calls: Counter[tuple[str, str]] = Counter()
+    calls = Counter[tuple[str, str]]()
     last: Any = None
 
     def note(kind: str, name: str, x: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import distributions
@@ -101,8 +101,7 @@ class Certifier:
         """
         from titan.numerics.certify import steps
 
-        self.program: Callable[..., Any] = steps.train_job
-        self.cut: Callable[..., Any] = steps.cut_differences
+        self.program, self.cut = steps.train_job, steps.cut_differences
         self.config, self.layout = config, layout
         self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))

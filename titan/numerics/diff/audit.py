@@ -164,9 +164,9 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         job.write_text(to_toml(changed(config, changes)), encoding="utf-8")
         asked = load_from_argv([str(job), *keys], warn=False)
         side = Side([str(job), *keys], asked, nproc or ranks_of(asked, size))
-        folders = Path(place, "first"), Path(place, "again")
-        side.check(folders[0])
-        first = record(side, folders[0], what=what, saves=saves)
+        folder = Path(place, "first")
+        side.check(folder)
+        first = record(side, folder, what=what, saves=saves)
         found.is_same = (
             computes_alike(load_config(written), given)
             and all(n < step for n in starts)
@@ -180,7 +180,7 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
             moved = (f"--debug.record_steps={steps}", "--debug.record_perturbed=1")
             side = replace(side, words=[*side.words, *moved])
         what += " once more" if found.is_same else AGAIN_ROUNDED
-        again = record(side, folders[1], what=what, saves=saves)
+        again = record(side, Path(place, "again"), what=what, saves=saves)
         found = replace(found, findings=[], guilty="", equal_bits=False)
         _compare(found, original, first, again)
     return found

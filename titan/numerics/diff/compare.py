@@ -27,7 +27,7 @@ _UNMEASURED = 512.0
 _CLOSE = 0.05  # of a recognised factor
 _OF_PARAMETERS = {"weight", "gradient", "update"}
 _BACKWARD = {"output gradient", "gradient", "update"}
-_STAGES: dict[str, int] = TABLES["stages"]
+_STAGES = TABLES["stages"]
 _SHOWN = 8
 
 

@@ -111,8 +111,8 @@ def plan(options: argparse.Namespace, keys: Sequence[str]) -> SwapTrial:
     size = read_json(run / "environment.json", Facts, within=run).world_size
     base = newest_start(saved, before=config.training.steps)
     if base is None:
-        last = f"its last step, {config.training.steps:,}"
-        raise InputError(f"{run} has no whole checkpoint before {last}")
+        last = config.training.steps
+        raise InputError(f"{run} has no whole checkpoint before its last step, {last:,}")
     if not which(options.python):
         raise mistake("--python", f"there is no {options.python}")
     given = parse_args([options.to, *keys])

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from titan.checkpoint.identity import settings
 from titan.checks.rules import load_to_run
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -39,7 +38,7 @@ from .handover import Handover, toml_lines
 AS_THEY_ARE, FLOAT32 = "", "in float32, "
 FOLDER = "with the command that goes on, in the new folder, "
 _PLAIN = 3  # steps without a record, whose time counts
-_PRECISION = ("training.mixed_precision_param", "training.mixed_precision_reduce")
+_PRECISION = ("mixed_precision_param", "mixed_precision_reduce")
 _SHORT = ("training.steps", "lr_scheduler.total_steps", "phase", "debug.record_steps")
 
 
@@ -72,9 +71,9 @@ class SwapTrial:
             step: step of the checkpoint that both begin from.
             num_steps: steps to compare.
         """
-        handover, config, ranks = self.handover, self.old.config, self.goes_on.ranks
+        handover, config = self.handover, self.old.config
         job = handover.job("new", self.kept)
-        compared, _ = load_to_run([job], world_size=ranks, warn=False)
+        compared, _ = load_to_run([job], world_size=self.goes_on.ranks, warn=False)
         self.new = replace(self.goes_on, words=[job], config=compared)
         self.old = replace(self.old, words=[handover.job("old", to_toml(config))])
         self.start = handover.copy(step, self.goes_on.config.checkpoint.folder)
@@ -94,7 +93,9 @@ class SwapTrial:
         """Train both jobs with some keys, and compare them."""
         one, two = self._trained("old", self.old, keys), self._trained("new", self.new, keys)
         # A record has the precision itself.
-        alike = computes_alike(self.old.config, self.new.config, but=_PRECISION[:1])
+        alike = computes_alike(
+            self.old.config, self.new.config, but=["training.mixed_precision_param"]
+        )
         is_same = alike and _facts(one) == _facts(two)
         draws = any(step.about["draws"] for step in (*one.recorded, *two.recorded))
         rounds = getattr(self.old.config.optimizer, "stochastic_rounding", False)
@@ -191,8 +192,7 @@ def _disturbance(new: JobConfig) -> dict[str, Any]:
     """Return keys that disturb the old job by rounding, in the new job's precision if that is below float32."""
     keys: dict[str, Any] = {"debug.record_perturbed": 1}
     if new.training.mixed_precision_param != "float32":
-        values = settings(new)
-        keys |= {key: values[key] for key in _PRECISION}
+        keys |= {f"training.{name}": getattr(new.training, name) for name in _PRECISION}
     if new.model.converters:
         keys["model.converters"] = new.model.converters
         keys["quantize"] = new.quantize.model_dump(exclude_none=True)
