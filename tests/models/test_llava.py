@@ -53,7 +53,7 @@ from titan.data.packing import IGNORED, pack
 from titan.data.special_tokens import SpecialTokens
 from titan.huggingface.conversion import from_hf, to_hf
 from titan.tasks import task_of
-from titan.tools.answers import load_model
+from titan.tools.answers import find_model, load_model
 from titan.tools.generate import main as generate
 
 SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)
@@ -195,7 +195,7 @@ def test_transformers_both_ways(old_names: bool, tmp_path: Path) -> None:
     to_hf(tmp_path / "ours", tmp_path / "back", dtype=None, file_bytes=10**9, tokenizer="bytes")
     back = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
     assert json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())["crop_size"]
-    model, _ = load_model(tmp_path / "ours", device=torch.device("cpu"), tokenizer="bytes")
+    model = load_model(*find_model(tmp_path / "ours", "bytes"), device=torch.device("cpu"))
     batch: Any = picture_batch(LAYOUTS[0], 0)
     tokens, rows = (
         batch.tokens_BS[2:3],

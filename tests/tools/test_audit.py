@@ -18,7 +18,6 @@ from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, saved_tensors
 from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
-from titan.numerics.diff import audit as command
 from titan.numerics.diff.audit import Audit, audit
 from titan.numerics.diff.saved import compare_steps
 from titan.run.hook import Hook
@@ -40,11 +39,11 @@ def _train(config: Any, *faults: Fault) -> None:
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process for each recomputation would take seconds."""
 
-    def train(words: Sequence[str], *, ranks: int, what: str) -> None:
+    def train(words: Sequence[str], *, ranks: int, what: str, python: str) -> None:
         assert ranks == 1
         _train(load_from_argv(words, warn=False))
 
-    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr("titan.numerics.experiment.train", train)
 
 
 def _run(folder: Path, *faults: Fault, **sections: Any) -> Path:

@@ -128,7 +128,7 @@ def test_a_fault_on_every_layout_alike_is_seen_by_transformers_alone(
     )
     monkeypatch.setattr(source, "compare", planted_compare)
     certifier = Certifier(config, resolve_layout(config, 1))
-    certifier.program = planted_train
+    vars(certifier).update(program=planted_train)
     row = certifier.certify_source()
     assert row.verdict == "differs" and row.reason, row
     assert max(row.differences.values()) > 1e-4

@@ -365,12 +365,13 @@ def test_jobs_are_trained_and_a_changed_key_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (path := tmp_path / "job.toml").write_text(JOB)
-    changed = ["--b.model.overrides.norm_eps=1e-2", "--steps=1"]
+    changed = ["--b.model.overrides.norm_eps=1e-2", "--b.metrics.log_freq=7", "--steps=1"]
     assert (
         titan(["diff", str(path), str(path), *changed, "--output", str(tmp_path / "runs")]) == 1
     )
     said = capsys.readouterr().out
     assert "first: step 1: output of layers.0.attention_norm" in said
+    assert said.startswith("A and B differ in model.overrides.norm_eps: not set -> 0.01\ndiff")
     # Its runs are there, and equal to themselves.
     run = str(tmp_path / "runs" / "a")
     assert titan(["diff", run, run, "--spread", str(tmp_path / "runs" / "spread")]) == 0

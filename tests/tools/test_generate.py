@@ -234,7 +234,7 @@ def test_weights_on_an_accelerator_are_in_16_bits_and_no_gpu_is_touched_before(
         loaded.append((options["device"].type, options["dtype"]))
         raise DataError("enough")
 
-    monkeypatch.setattr(answers, "_load", load)
+    monkeypatch.setattr(answers, "load_model", load)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocates"))
     for device in ("cuda:1", "cpu"):

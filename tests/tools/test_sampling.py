@@ -13,7 +13,7 @@ import torch
 from tests.support.ranks import Pool
 from titan.data.tokenizer import bytes_tokenizer
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
-from titan.tools.answers import load_model
+from titan.tools.answers import find_model, load_model
 from titan.tools.generation import Generator, streamed
 
 # Of lengths that share no factor; the second fills the batch.
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     for parameter in twin.parameters():
         parameter.data.normal_(std=0.2 if parameter.ndim > 1 else 0.5, generator=generator)
     twin.save_pretrained(tmp_path)
-    model, _ = load_model(tmp_path, device=torch.device("cpu"), tokenizer="bytes")
+    model = load_model(*find_model(tmp_path, "bytes"), device=torch.device("cpu"))
     for prompt, ours in zip(PROMPTS, greedy(model, PROMPTS), strict=True):
         ids = torch.tensor([prompt])
         theirs = twin.generate(

@@ -20,7 +20,7 @@ from tests.tools.test_audit import GradientFlips, _train
 from titan.cli import main as titan
 from titan.config.load import load_from_argv
 from titan.config.render import to_toml
-from titan.numerics.swap import experiment, handover
+from titan.numerics.swap import handover
 from titan.run.hook import Hook
 from titan.run.trainer import Trainer
 
@@ -53,7 +53,7 @@ class Trained(list[str]):
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     monkeypatch.chdir(tmp_path)
     found = Trained()
-    monkeypatch.setattr(experiment, "train", found)
+    monkeypatch.setattr("titan.numerics.experiment.train", found)
     _train(job("old", **SECTIONS))
     Path("new.toml").write_text(to_toml(job("new", **SECTIONS)))
     return found

@@ -106,8 +106,7 @@ def indices_of(value: Tensor) -> list[Tensor]:
     indices = [torch.arange(n) for n in value.shape]
     if not isinstance(value, DTensor):
         return indices
-    coordinate = value.device_mesh.get_coordinate()
-    assert coordinate is not None
+    mesh = value.device_mesh
     for dim in range(value.ndim):
         # By attribute: torch 2.13's strided shard is no Shard.
         axes = [n for n, p in enumerate(value.placements) if getattr(p, "dim", None) == dim]
@@ -115,10 +114,8 @@ def indices_of(value: Tensor) -> list[Tensor]:
         if any(hasattr(value.placements[n], "split_factor") for n in axes):
             axes.reverse()
         for n in axes:
-            parts = indices[dim].chunk(value.device_mesh.size(n))
-            indices[dim] = (
-                parts[coordinate[n]] if coordinate[n] < len(parts) else indices[dim][:0]
-            )
+            parts, rank = indices[dim].chunk(mesh.size(n)), mesh.get_local_rank(n)
+            indices[dim] = parts[rank] if rank < len(parts) else indices[dim][:0]
     return indices
 
 

@@ -27,16 +27,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from titan.numerics.digests import Digest, differ, digest_of, indices_of, local_of
-from titan.numerics.module_hooks import hook_outputs, is_recomputation
-from titan.numerics.recorded import RecordedTensor
 from titan.parallel.compile import is_compiled
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.selective import outside_selection
 
+from .digests import Digest, differ, digest_of, indices_of, local_of, whole
+from .module_hooks import hook_outputs, is_recomputation
+from .recorded import RecordedTensor
+
+Run = Callable[[nn.Module, int, int], object]
 Dim = int | str
 """A dimension of a whole tensor: a length, or "B", "S", or "BS" for both in one."""
 
@@ -47,9 +50,7 @@ Place = tuple[Any, ...]
 """Start and length of a part in each dimension, and its coordinate among addends."""
 
 
-def whole_shapes(
-    model: nn.Module, run: Callable[[nn.Module, int, int], Any], *, length: int
-) -> dict[str, tuple[Dim, ...]]:
+def whole_shapes(model: nn.Module, run: Run, *, length: int) -> dict[str, tuple[Dim, ...]]:
     """Return the shape of each module's first output, with the dimensions that follow the batch by name.
 
     Args:
@@ -58,8 +59,7 @@ def whole_shapes(
         length: length of a sequence, to which the model may be called.
     """
     half = max(1, length // 2)
-    first = _output_shapes(model, partial(run, model, 5, half))
-    second = _output_shapes(model, partial(run, model, 7, length))
+    first, second = (_output_shapes(model, run, *sizes) for sizes in ((5, half), (7, length)))
     named: dict[Any, Any] = {(5, 7): "B", (half, length): "S", (5 * half, 7 * length): "BS"}
     found: dict[str, tuple[Dim, ...]] = {}
     for name, shape in first.items():
@@ -70,20 +70,21 @@ def whole_shapes(
     return found
 
 
-def _output_shapes(model: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[int, ...]]:
+def _output_shapes(
+    model: nn.Module, run: Run, batch: int, length: int
+) -> dict[str, tuple[int, ...]]:
     """Return the shape of each module's first output in a run of the model."""
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def note(name: str, _: nn.Module, __: Any, out: Any) -> None:
-        if (x := _first_float(out)) is not None:
-            shapes.setdefault(name, tuple(x.shape))
+    names = {module: name for name, module in model.named_modules()}
 
-    hooks = [m.register_forward_hook(partial(note, n)) for n, m in model.named_modules()]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def note(module: nn.Module, _: object, out: object) -> None:
+        x = _first_float(out)
+        if x is not None and module in names:
+            shapes.setdefault(names[module], tuple(x.shape))
+
+    with register_module_forward_hook(note):
+        run(model, batch, length)
     return shapes
 
 
@@ -153,8 +154,8 @@ class Recorder:
         self.positions = positions.cpu()
         self.active = True
         self.seen: dict[Key, dict[Place, Digest]] = {}
-        self.calls: Counter[str] = Counter()
-        self.with_gradient: set[tuple[str, range]] = set()
+        self.calls = Counter[str]()
+        self.with_gradient = set[tuple[str, range]]()
         self.parameters("weight")
 
     def inputs(self, first: int, **tensors: Tensor) -> None:
@@ -259,9 +260,8 @@ class Recorder:
                 if value is None:
                     continue
                 indices, local = indices_of(value), local_of(value)
-                if tuple(local.shape) != tuple(len(i) for i in indices):
-                    assert isinstance(value, DTensor), "a plain tensor is whole"
-                    local, indices = value.full_tensor(), [torch.arange(n) for n in value.shape]
+                if [*local.shape] != [*map(len, indices)]:
+                    local, indices = whole(value), [*map(torch.arange, value.shape)]
                 if local.numel():
                     self._put(kind, canonical_name(name), value, local, indices, value.shape)
 
@@ -275,8 +275,8 @@ class Recorder:
         dims: Sequence[Dim],
     ) -> None:
         """Add this rank's part of a tensor, with its indices in each dimension, to the record."""
-        whole: dict[Dim, int] = {"B": self.samples * self.dp[1], "S": self.length}
-        lengths = [dim if isinstance(dim, int) else whole[dim] for dim in dims]
+        named: dict[Dim, int] = {"B": self.samples * self.dp[1], "S": self.length}
+        lengths = [dim if isinstance(dim, int) else named[dim] for dim in dims]
         # As gradients of norms over tensor parallelism are, until they are clipped.
         addend = _partial_coordinate(x)
         # Samples of all micro-batches add up in one part.
@@ -303,8 +303,8 @@ class Recorder:
         """
         self.active = False
         everyone: list[Any] = [self.seen]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = [None] * dist.get_world_size()
+        if dist.is_initialized():
+            everyone *= dist.get_world_size()
             dist.all_gather_object(everyone, self.seen)
             if dist.get_rank():
                 return []
@@ -336,9 +336,9 @@ def _join(
         else:
             differing += away
         digests.append(first)
-    whole = sum(digests[1:], digests[0])
-    norm = None if whole.squares is None else whole.squares**0.5
-    return RecordedTensor(kind, name, whole.dtype, norm, whole.sums.tolist(), differing, line)
+    total = sum(digests[1:], digests[0])
+    norm = None if total.squares is None else total.squares**0.5
+    return RecordedTensor(kind, name, total.dtype, norm, total.sums.tolist(), differing, line)
 
 
 def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -352,11 +352,10 @@ def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _partial_coordinate(value: Tensor) -> tuple[int, ...] | None:
     """Return this rank's place along the axes over which a tensor is yet to be added up, or None if there are none."""
-    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
+    if not isinstance(value, DTensor):
         return None
-    coordinate = value.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return tuple(c for c, p in zip(coordinate, value.placements, strict=True) if p.is_partial())
+    axes = [n for n, placement in enumerate(value.placements) if placement.is_partial()]
+    return tuple(map(value.device_mesh.get_local_rank, axes)) or None
 
 
 def _first_float(out: Any) -> Tensor | None:
@@ -385,5 +384,5 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
     if code is None:
         return ""
     path = Path(code.co_filename).resolve()
-    root = next((p for p in path.parents if not (p / "__init__.py").exists()), path.parent)
+    root = next(p for p in path.parents if not (p / "__init__.py").exists())
     return f"{path.relative_to(root)}:{code.co_firstlineno}"

@@ -15,9 +15,6 @@ import titan
 from titan.base.run_folder import git_state
 from titan.config.layout import AXES
 from titan.data.base import TensorBatch
-from titan.numerics.digests import whole
-from titan.numerics.recorded import FOLDER, RecordedStep, write_step
-from titan.numerics.recorder import Recorder, whole_shapes
 from titan.parallel import shard_sequence
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.tensor_styles import argument_names
@@ -26,6 +23,10 @@ from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport, TrainStep
 from titan.step.whole_model import build_whole_model
 from titan.tasks import task_of
+
+from .digests import whole
+from .recorded import FOLDER, RecordedStep, write_step
+from .recorder import Recorder, whole_shapes
 
 _LOG = logging.getLogger("titan")
 

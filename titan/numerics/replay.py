@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from titan.base.failure import RunFailure
 from titan.data.base import TensorBatch
-from titan.numerics.digests import local_of, mixed
-from titan.numerics.module_hooks import hook_outputs, is_recomputation
 from titan.run.hook import Hook
 from titan.run.progress import RunProgress
+
+from .digests import local_of, mixed
+from .module_hooks import hook_outputs, is_recomputation
 
 Place = tuple[str, str, int]
 """Kind, module or parameter, and number of the call."""
@@ -49,7 +50,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
         passes: runs the passes.
     """
     bits: Bits = {}
-    calls: Counter[tuple[str, str]] = Counter()
+    calls = Counter[tuple[str, str]]()
     last: Any = None
 
     def note(kind: str, name: str, x: Tensor | None) -> None:
@@ -205,14 +206,13 @@ class Replay(Hook):
     @contextmanager
     def _deterministic(self) -> Iterator[None]:
         """Use deterministic algorithms within the context. Compiled programs keep theirs, since a switch would compile others."""
-        before = torch.are_deterministic_algorithms_enabled()
-        warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        before = torch.get_deterministic_debug_mode()
         if self.trainer.train_step.compile_log is None and not before:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.set_deterministic_debug_mode("warn")
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn)
+            torch.set_deterministic_debug_mode(before)
 
 
 def hook(trainer: RunProgress) -> Replay | None:

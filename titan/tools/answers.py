@@ -43,31 +43,27 @@ from titan.tasks import task_of
 from .generation import Generator, streamed
 
 
-def load_model(
-    where: Location, *, device: torch.device, tokenizer: str = ""
-) -> tuple[nn.Module, Tokenizer]:
-    """Load the model of a run, a step or a Hugging Face folder, in float32, and its tokenizer.
+def find_model(
+    where: Location, tokenizer: str = "", *, trust_remote_code: bool = False
+) -> tuple[JobConfig, Location]:
+    """Return the job of a checkpoint or a Hugging Face folder, and the step or folder.
 
     Args:
         where: as for `find_checkpoint`; or a Hugging Face folder.
-        device: device of the model.
         tokenizer: as for `find_checkpoint`.
+        trust_remote_code: as for `find_checkpoint`.
     """
-    config, step = _find(where, tokenizer)
-    opened = _open_tokenizer(config)  # before the weights, which take longer
-    return _load(config, step, device=device), opened
-
-
-def _find(
-    where: Location, tokenizer: str, *, trust_remote_code: bool = False
-) -> tuple[JobConfig, Location]:
-    """Return the job of a checkpoint or a Hugging Face folder, and the step or folder."""
     if is_hf_folder(where):
         return hf_job(where, tokenizer=tokenizer), where
     return find_checkpoint(where, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
 
 
-def _open_tokenizer(config: JobConfig) -> Tokenizer:
+def open_tokenizer(config: JobConfig) -> Tokenizer:
+    """Return the tokenizer of a model, with the tokens that begin its texts.
+
+    Raises:
+        DataError: the model writes no text.
+    """
     if not predicts_tokens(config):
         raise DataError(
             f"{config.model.name} writes no text: --output FILE writes what it draws"
@@ -77,7 +73,7 @@ def _open_tokenizer(config: JobConfig) -> Tokenizer:
     return opened
 
 
-def _load(
+def load_model(
     config: JobConfig,
     step: Location,
     *,
@@ -85,7 +81,15 @@ def _load(
     dtype: str = "float32",
     average: bool = False,
 ) -> nn.Module:
-    """Load a model. With a process group, all ranks call it, and tensor parallelism splits the model over them."""
+    """Load a model. With a process group, all ranks call it, and tensor parallelism splits the model over them.
+
+    Args:
+        config: job of the model.
+        step: a checkpoint, or a Hugging Face folder.
+        device: device of the model.
+        dtype: dtype of the weights.
+        average: load the average of the weights.
+    """
     name, sizes = config.model.name, config.model.sizes
     if average:
         require_average(step)
@@ -283,7 +287,7 @@ def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options
         raise DataError(f"--nproc: {config.model.name} draws in one process; leave it out")
     if args.output.is_dir() or not args.output.absolute().parent.is_dir():
         raise DataError(f"--output {args.output}: names no file in a folder that exists")
-    model = _load(config, step, **options)
+    model = load_model(config, step, **options)
     try:
         task_of(config).draw(model, args.prompt, seed=args.seed, file=args.output)
     except OSError as error:
@@ -294,14 +298,14 @@ def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options
 def answer(args: argparse.Namespace, device: torch.device) -> None:
     """Load the model, and print or draw what `titan generate` asks for."""
     trusts = args.trust_remote_code
-    config, step = _find(args.checkpoint, args.tokenizer, trust_remote_code=trusts)
+    config, step = find_model(args.checkpoint, args.tokenizer, trust_remote_code=trusts)
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     options = {"device": device, "dtype": dtype, "average": args.average}
     if args.output:
         return _draw(config, step, args, **options)
-    tokenizer = _open_tokenizer(config)
+    tokenizer = open_tokenizer(config)
     given = task_of(config).prompt_with(args.image, args.prompt) if args.image else None
-    answers = Answers(_load(config, step, **options), tokenizer, args)
+    answers = Answers(load_model(config, step, **options), tokenizer, args)
     prompts = read_prompts(args.prompts, answers) if args.prompts else []
     if given:
         prompts = [_Prompt(given[0], {}, given[1])]

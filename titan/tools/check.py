@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from titan.base.hardware import HARDWARE, MARGIN, by_name
 from titan.checkpoint.identity import sources_of
 from titan.checks.machine import advise_config, first_weights, try_rows, try_tokenizer
 from titan.checks.rules import device_of, load_to_run
-from titan.commands import summary_of
 from titan.config.errors import ConfigError
 from titan.config.layout import Layout
 from titan.config.load import leaves_layout_open, print_warnings
 from titan.config.model import model_title
-from titan.config.options import JOB, command_parser, known_options, mistake, positive, put_json
+from titan.config.options import known_options, mistake, put_json
 from titan.config.phases import memory_of, phases_of
 from titan.config.schema import CsvSource, JobConfig, JsonlSource, ParquetSource, ShardsSource
 from titan.sim.price import profiles
@@ -27,38 +25,21 @@ from titan.sim.price.profiles import Profile
 
 from .check_extension import check_extensions
 from .shipped import folders
+from .tables import parser_of
 
 _TRIED_ROWS = 100  # rows of a source that are read
 
 
 def main(argv: list[str]) -> int:
     """Run `titan check`."""
-    parser = command_parser(
-        "check",
-        f"{JOB} [--world-size N] [--hardware H] [--formula] [--json [FILE]]\n       titan check --hf FOLDER [--json [FILE]]",
-        summary=summary_of("check"),
-    )
-    parser.add_argument(
-        "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
-    )
-    parser.add_json()
+    parser = parser_of("check")
     parser.add_argument(
         "--hardware",
         metavar="H",
         help=f"will it fit another machine? {profiles.hardware_names()}. Files and folders of the job are then not "
         "looked for on this one",
     )
-    parser.add_argument(
-        "--formula",
-        action="store_true",
-        help="with --hardware: do not simulate, which takes seconds",
-    )
-    parser.add_argument(
-        "--hf",
-        type=Path,
-        metavar="FOLDER",
-        help="instead of a job: a Hugging Face folder, or its config.json. Print which model of titan it is, and whether its weights load",
-    )
+    parser.add_json()
     options, job = parser.parse_known_args(argv)
     if options.hf:
         if job or options.hardware or options.formula:

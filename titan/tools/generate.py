@@ -13,13 +13,14 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan.checkpoint.saved_model import AVERAGE_OPTION, LOCATION_OPTION, TOKENIZER_OPTION
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
-from titan.config.options import TRUST_OPTION, command_parser, positive
+from titan.config.options import TRUST_OPTION
 from titan.run.launch_extension import launcher
+
+from .tables import parser_of
 
 if TYPE_CHECKING:
     import torch
@@ -27,70 +28,14 @@ if TYPE_CHECKING:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command's options."""
-    parser = command_parser("generate", summary=main.__doc__ or "")
+    parser = parser_of("generate")
     add = parser.add_argument
     # Earlier versions had only the option, which a shell's history still has.
     add("folder", metavar="FOLDER", nargs="?", **LOCATION_OPTION)
     add("--checkpoint", dest="named", **(LOCATION_OPTION | {"help": argparse.SUPPRESS}))
     add("--average", **AVERAGE_OPTION)
-    add("--prompt", default="", help="text to continue; empty: a new document")
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="a prompt in each line; of .jsonl: `prompt` or `messages`. Prints JSON Lines",
-    )
-    group.add_argument(
-        "--interactive", action="store_true", help="answer what you type, line by line"
-    )
-    group.add_argument(
-        "--image",
-        type=Path,
-        metavar="FILE",
-        help="a picture for --prompt, before its text or where that says <image>",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=(
-            "where a model that draws writes what it makes of --prompt, a label; empty: each label"
-        ),
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="--prompt is a question, for the tokenizer's template",
-    )
-    add("--batch-size", type=positive, default=8, metavar="B", help="of --prompts; default: 8")
-    add("--max-new-tokens", type=int, default=200, metavar="N")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    add("--top-k", type=int, default=50, help="0: no limit")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample among the likeliest tokens that have this probability together; default: 1",
-    )
-    add("--seed", type=int, default=0)
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
-    add(
-        "--nproc",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="processes that share the model by tensor parallelism; default: 1",
-    )
-    add("--device", default="", help="cpu, cuda, ...; default: an accelerator if there is one")
-    dtypes = ["float32", "bfloat16", "float16"]
-    add(
-        "--dtype",
-        choices=dtypes,
-        default="",
-        help="of the weights; default: bfloat16 on an accelerator, float32 on a CPU",
-    )
     args = parser.parse_args(argv)
     args.checkpoint = args.folder or args.named
     if args.checkpoint is None:
@@ -104,30 +49,27 @@ def _check(args: argparse.Namespace) -> torch.device:
     Raises:
         ConfigError: options are wrong. It lists all of them.
     """
-    problems = [
-        Problem(COMMAND_LINE, 0, f"--{name}", f"expected a number of at least 0, got {value}")
+    wrong = [
+        (f"--{name}", f"expected a number of at least 0, got {value}")
         for name in ("max-new-tokens", "temperature", "top-k", "top-p")
         if not 0 <= (value := getattr(args, name.replace("-", "_"))) < math.inf
     ]
     if args.top_p > 1:
         share = f"a share of the probability, 0 to 1, got {args.top_p:g}; --top-k takes a number of tokens"
-        problems.append(Problem(COMMAND_LINE, 0, "--top-p", share))
-    ignored = {
-        "--prompt": args.prompt and (args.prompts or args.interactive),
-        "--chat": args.chat and (args.prompts or args.interactive or args.image),
-    }
-    with_ = "is for one text: leave out --prompts, --interactive and, with --chat, --image"
-    if args.output and (args.prompts or args.interactive or args.image or args.chat):
+        wrong.append(("--top-p", share))
+    many = args.prompts or args.interactive
+    if args.output and (many or args.image or args.chat):
         fault = (
             "draws what --prompt names: leave out --prompts, --interactive, --image and --chat"
         )
-        problems.append(Problem(COMMAND_LINE, 0, "--output", fault))
-    problems += [
-        Problem(COMMAND_LINE, 0, key, with_) for key, found in ignored.items() if found
-    ]
+        wrong.append(("--output", fault))
+    one = "is for one text: leave out --prompts, --interactive and, with --chat, --image"
+    if args.prompt and many:
+        wrong.append(("--prompt", one))
+    if args.chat and (many or args.image):
+        wrong.append(("--chat", one))
     if not -(2**63) <= args.seed < 2**63:
-        fault = f"expected a whole number below 2^63, got {args.seed}"
-        problems.append(Problem(COMMAND_LINE, 0, "--seed", fault))
+        wrong.append(("--seed", f"expected a whole number below 2^63, got {args.seed}"))
     import torch
 
     from titan.checkpoint.tensors import reason
@@ -142,9 +84,9 @@ def _check(args: argparse.Namespace) -> torch.device:
             raise RuntimeError(f"this machine has {count or 'none'}")
     except Exception as error:  # torch has many types for a device that does not exist
         why = reason(error).split(". ")[0]
-        problems.append(Problem(COMMAND_LINE, 0, "--device", f"cannot use {device}: {why}"))
-    if problems:
-        raise ConfigError(problems)
+        wrong.append(("--device", f"cannot use {device}: {why}"))
+    if wrong:
+        raise ConfigError(Problem(COMMAND_LINE, 0, *each) for each in wrong)
     return torch.device(device)
 
 

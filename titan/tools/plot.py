@@ -18,10 +18,11 @@ from typing import Any
 from titan.base.rows import Row, number
 from titan.base.run_folder import METRICS, RunFolder
 from titan.base.untrusted import InputError
-from titan.config.options import command_parser, mistake
+from titan.config.options import mistake
 from titan.observe.sinks import require
 
 from .row_files import RowFile, run_names
+from .tables import parser_of
 
 Style = dict[str, Any]
 BOLD: Style = {"linewidth": 2}
@@ -39,12 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: a run or the output is wrong. titan.cli reports it.
     """
-    parser = command_parser("plot", summary="Loss and throughput as PNG.")
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", type=Path, help="run folder, or a metrics.jsonl")
-    add("--output", metavar="FILE.png", type=Path, help="default: curves.png in the first run")
-    add("--x", choices=("step", "tokens", "time"), default="step", help="horizontal axis")
-    arguments = parser.parse_args(argv)
+    arguments = parser_of("plot").parse_args(argv)
     kind = arguments.output.suffix.lower() if arguments.output else ".png"
     if kind not in (".png", ".pdf", ".svg"):
         raise mistake("--output", f"{arguments.output}: end it in .png, .pdf or .svg")

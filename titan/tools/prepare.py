@@ -12,14 +12,14 @@ prepare.NAME of `titan.extensions` is a class that does that of a share.
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from titan.base.hardware import require_memory, usable_cores
-from titan.config.options import add_quiet, command_parser, positive, whole
+from titan.config.options import add_quiet, positive, whole
 from titan.config.plug_ins import door, require_part
 from titan.config.schema import Section, source_of
 from titan.data import DataError
@@ -33,52 +33,7 @@ from titan.data.tokenizer import tokenizer_named
 from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec, write_shards
 
-INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
-
-
-def _parser() -> ArgumentParser:
-    parser = command_parser("prepare", summary="Text to token shards.")
-    add = parser.add_argument
-    text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--input", nargs="+", metavar="PATH", help=INPUT_HELP)
-    text.add_argument(
-        "--dataset", help="a preset (stdlib, c4, fineweb-edu) or a name at the hub"
-    )
-    add("--dataset-path", metavar="PATH", help="a local copy of --dataset")
-    add("--text-key", default="text", help="field or column with the text; default: text")
-    add(
-        "--messages-key",
-        default="",
-        metavar="KEY",
-        help="field with a conversation, in its place",
-    )
-    add(
-        "--chat-template",
-        default="",
-        metavar="FILE",
-        help="a Jinja file for conversations; default: the tokenizer's own",
-    )
-    add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
-    add(
-        "--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue"
-    )
-    add("--workers", type=positive, help="processes; default: cores")
-    add(
-        "--share",
-        nargs=2,
-        type=positive,
-        metavar=("I", "N"),
-        help="do the I-th of N shares, which may run on other hosts; the last one joins them",
-    )
-    tokens = partial(whole, least=1, digits=12)
-    add("--shard-tokens", type=tokens, default=2**27, help="tokens a shard; default: 2^27")
-    add(
-        "--validation-fraction", type=_fraction, default=0.0, help="share of documents held out"
-    )
-    add("--no-bos", action="store_true", help="no begin token before a document")
-    add("--no-eos", action="store_true", help="no end token after a document")
-    add_quiet(parser)
-    return parser
+from .tables import parser_of
 
 
 def _fraction(text: str) -> float:
@@ -230,7 +185,12 @@ def _prepare(arguments: Namespace) -> str:
 
 def main(argv: list[str]) -> int:
     """Run `titan prepare` with its arguments. Return the exit code."""
-    arguments = _parser().parse_args(argv)
+    tokens = partial(whole, least=1, digits=12)
+    parser = parser_of("prepare", tokens=tokens, fraction=_fraction)
+    help_ = "do the I-th of N shares, which may run on other hosts; the last one joins them"
+    parser.add_argument("--share", nargs=2, type=positive, metavar=("I", "N"), help=help_)
+    add_quiet(parser)
+    arguments = parser.parse_args(argv)
     try:
         print(_prepare(arguments))
     except KeyboardInterrupt:

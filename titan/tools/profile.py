@@ -11,34 +11,29 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError
-from titan.config.options import command_parser, put_json
+from titan.config.options import put_json
 from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
 
+from .tables import parser_of
 from .trace import PHASES, Report
-from .trace_files import TraceFileError, find_traces, read_report
+from .trace_files import find_traces, read_report
 
 _MAX_RANKS = 8  # ranks to read: a large trace takes seconds
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code, 2 for the user's mistakes."""
-    about = "Where a step's time went, from a trace of a run."
-    parser = command_parser("profile", summary=about)
-    add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="run folder, folder of traces, or one trace")
-    add("--step", type=int, metavar="N", help="default: the last one traced")
-    add("--rank", type=int, metavar="R", help="default: the first one traced")
+    parser = parser_of("profile")
     parser.add_json()
     arguments = parser.parse_args(argv)
     try:
         paths = find_traces(arguments.run, step=arguments.step, rank=arguments.rank)
-        reports = [read_report(path) for path in paths[:_MAX_RANKS]]
-    except (TraceFileError, OSError) as error:
+    except OSError as error:
         raise InputError(str(error)) from None
+    reports = [read_report(path) for path in paths[:_MAX_RANKS]]
     ranks = {
         path.name.split(".")[0]: {
             "step_s": report.step_s,

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 
 import titan
 from titan.base.untrusted import InputError
-from titan.config.options import command_parser, mistake, positive
+from titan.config.options import mistake
 from titan.config.plug_ins import door, plug_ins, require_part
 from titan.config.schema import source_of
 from titan.config.toml import format_value
+
+from .tables import parser_of
 
 STARTER = "starter"
 _LARGE = 100_000_000  # bytes of a text that a larger model suits, and from which a vocabulary is learnt at most
@@ -122,27 +124,7 @@ def init(argv: list[str]) -> int:
     Raises:
         ConfigError, InputError: a mistake of the user, which titan.cli reports.
     """
-    parser = command_parser("init", summary="Write a commented job file to start from.")
-    add = parser.add_argument
-    add("file", nargs="?", type=Path, default=Path("job.toml"), help="default: job.toml")
-    add(
-        "--text",
-        metavar="PATH",
-        help="train on this text: a file, folder or glob; a tokenizer for it is trained, too, and written beside the job",
-    )
-    add(
-        "--vocab",
-        type=positive,
-        metavar="N",
-        help="with --text: ids of the tokenizer; default: 512 to 4,096, by the size of the text",
-    )
-    add(
-        "--hf",
-        type=Path,
-        metavar="FOLDER",
-        help="continue the model in this Hugging Face folder, with its tokenizer",
-    )
-    options = parser.parse_args(argv)
+    options = parser_of("init").parse_args(argv)
     if options.vocab and (options.hf or not options.text):
         raise mistake(
             "--vocab", "goes with --text, and not with --hf, whose model has a tokenizer"

@@ -8,48 +8,35 @@ It trains a byte-level BPE tokenizer on your text, or inspects any tokenizer:
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan.config.options import add_quiet, command_parser, is_quiet, positive, put_json
+from titan.config.options import CommandParser, add_quiet, is_quiet, put_json
 from titan.data import DataError, require
 from titan.data.reading import pieces_of
 from titan.data.sources import Documents, source_of_path
 from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
 
-from .prepare import INPUT_HELP, open_all
+from .prepare import open_all
+from .tables import OPTIONS, add_options, parser_of
 
-_SAMPLE = "The quick brown fox jumps over the lazy dog.\ndef add(a: int, b: int) -> int:\n    return a + b\n"
 _SHOWN_TOKENS = 64
 _SMALLEST = 256 + len((BOS, EOS))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("tokenizer", summary="Train or inspect one.")
+def _parser() -> CommandParser:
+    parser = parser_of("tokenizer")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,inspect}")
     learn = commands.add_parser("train", help="learn a byte-level BPE vocabulary")
     add_quiet(learn)
-    add = learn.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
-    add(
-        "--vocab-size",
-        type=positive,
-        required=True,
-        metavar="N",
-        help=f"ids in all, at least {_SMALLEST}",
-    )
-    add("--output", required=True, metavar="DIR", type=Path, help="folder for tokenizer.json")
-    add("--text-key", default="text", help="field or column with the text; default: text")
+    add_options(learn, OPTIONS["tokenizer"]["train"])
     help_ = "sizes, special tokens, and how a text is cut"
     look = commands.add_parser("inspect", help=help_)
     look.add_json()
-    add = look.add_argument
-    add("path", help='file, folder, or "bytes"')
-    add("--text", default=_SAMPLE, help="text to cut; default: a sample")
+    add_options(look, OPTIONS["tokenizer"]["inspect"])
     return parser
 
 

@@ -33,7 +33,6 @@ _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 Record = dict[str, Any]
 """Event of a trace as its file has it."""
-_Records = list[Record]
 
 
 class TooLarge(Exception):
@@ -65,6 +64,23 @@ class TraceEvent:
     module: str = ""
     phase: str = ""
     within: frozenset[str] = frozenset()
+
+
+class _Kernel(NamedTuple):
+    """Kernel of a GPU, and the id that it shares with its launch."""
+
+    begin: int
+    end: int
+    name: str
+    correlation: int | None
+
+
+class _Flow(NamedTuple):
+    """End of an arrow from a forward operator ("s") to a backward node ("f"), which have the same id."""
+
+    phase: str
+    number: int
+    place: tuple[Any, int]
 
 
 class TimeRange(NamedTuple):
@@ -117,11 +133,11 @@ def analyse(raw: Iterable[Record]) -> Report:
     _find_places(events, links=_links(flows, events))
     # For kernels whose launch was not recorded.
     nowhere = TraceEvent("", False, None, 0, 0)
-    intervals = [
-        TimeRange(*_span(kernel), kind_of_kernel(kernel["name"], launch.within), launch)
-        for kernel in kernels
-        for launch in [by_correlation.get(kernel.get("args", {}).get("correlation"), nowhere)]
-    ]
+    intervals = []
+    for kernel in kernels:
+        launch = by_correlation.get(kernel.correlation, nowhere)
+        part = kind_of_kernel(kernel.name, launch.within)
+        intervals.append(TimeRange(kernel.begin, kernel.end, part, launch))
     # A trace of a CPU has no kernels: the operators' self times are the work.
     is_gpu = bool(intervals)
     calls = Counter(interval.part for interval in intervals)
@@ -171,7 +187,7 @@ def _span(record: Record) -> tuple[int, int]:
 
 def _sorted_out(
     raw: Iterable[Record],
-) -> tuple[list[TraceEvent], dict[int, TraceEvent], _Records, _Records]:
+) -> tuple[list[TraceEvent], dict[int | None, TraceEvent], list[_Kernel], list[_Flow]]:
     """Sort the records of a trace.
 
     Returns:
@@ -181,21 +197,20 @@ def _sorted_out(
     events, by_correlation, kernels, flows = [], {}, [], []
     for record in raw:
         category = record.get("cat")
+        correlation = record.get("args", {}).get("correlation")
         if category in _KERNELS:
-            kept = {key: record[key] for key in ("ts", "dur") if key in record}
-            correlation = record.get("args", {}).get("correlation")
-            name = sys.intern(record["name"])
-            kernels.append(kept | {"name": name, "args": {"correlation": correlation}})
+            kernels.append(_Kernel(*_span(record), sys.intern(record["name"]), correlation))
         elif category == "fwdbwd":
-            flows.append({key: record[key] for key in ("ph", "id", "pid", "tid", "ts")})
+            place = (record["pid"], record["tid"]), _span(record)[0]
+            flows.append(_Flow(record["ph"], record["id"], place))
         elif category in _ON_HOST and record["ph"] == "X":
             # Beginning and end of an event on a thread never cross, so nesting follows from times.
             thread = (record["pid"], record["tid"])
             name = sys.intern(record["name"])
             event = TraceEvent(name, category == "cpu_op", thread, *_span(record))
             events.append(event)
-            if "correlation" in record.get("args", {}):
-                by_correlation[record["args"]["correlation"]] = event
+            if correlation is not None:
+                by_correlation[correlation] = event
         # Checked while reading, before memory runs out.
         if len(events) + len(kernels) + len(flows) > MAX_EVENTS:
             raise TooLarge
@@ -233,16 +248,16 @@ def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
     return stretches
 
 
-def _links(flows: _Records, events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
+def _links(flows: list[_Flow], events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
     """Map each backward node to its forward operator, by the profiler's flow events."""
     # If several events begin together, the innermost comes last.
     at = {(event.thread, event.begin): event for event in events if event.is_operator}
     forward, links = {}, {}
-    for record in sorted(flows, key=lambda record: record["ph"], reverse=True):  # "s", then "f"
-        event = at.get(((record["pid"], record["tid"]), _span(record)[0]))
-        if record["ph"] == "s":
-            forward[record["id"]] = event
-        elif event is not None and (source := forward.get(record["id"])) is not None:
+    for flow in sorted(flows, key=lambda flow: flow.phase, reverse=True):  # "s", then "f"
+        event = at.get(flow.place)
+        if flow.phase == "s":
+            forward[flow.number] = event
+        elif event is not None and (source := forward.get(flow.number)) is not None:
             # The link belongs to the autograd node, which may enclose the operator that the flow
             # points at.
             is_inner = event.parent is not None and event.parent.name.startswith(_NODE)

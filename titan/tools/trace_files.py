@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from titan.base.run_folder import RunFolder
-from titan.base.untrusted import Unpacked
+from titan.base.untrusted import InputError, Unpacked
 
 from .trace import MAX_EVENTS, Record, Report, TooLarge, analyse
 
@@ -20,12 +20,8 @@ _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
 _BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT = re.compile(r"[\s,]*([^\s,])")
 # Errors of json and arithmetic for values that a profiler does not write.
-ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
+_ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
 _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
-
-
-class TraceFileError(Exception):
-    """Error of the user, in one line."""
 
 
 def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
@@ -40,28 +36,28 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         The rank's trace, then the traces of the same step's other ranks.
 
     Raises:
-        TraceFileError: there is no such run, step or rank.
+        InputError: there is no such run, step or rank.
     """
     if run.is_file():
         return [run]
     if not run.exists():
-        raise TraceFileError(f"{run}: no such run{RunFolder.near(run)}")
+        raise InputError(f"{run}: no such run{RunFolder.near(run)}")
     by_step = defaultdict[int, dict[int, Path]](dict)
     for folder in ("", "*/"):  # the folder of traces itself, or the run above it
         for path in run.glob(f"{folder}step-*/rank-*.json.gz"):
             if match := _FILE.search(path.as_posix()):
                 by_step[int(match[1])][int(match[2])] = path
     if not by_step:
-        raise TraceFileError(
+        raise InputError(
             f"{run}: no traces; train with profiling.enable_profiling = true, for profiling.profile_freq steps at least"
         )
     step = max(by_step) if step is None else step
     if step not in by_step:
-        raise TraceFileError(f"{run}: no trace of step {step}; there are {_some(by_step)}")
+        raise InputError(f"{run}: no trace of step {step}; there are {_some(by_step)}")
     ranks = by_step[step]
     rank = min(ranks) if rank is None else rank
     if rank not in ranks:
-        raise TraceFileError(
+        raise InputError(
             f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}"
         )
     # The requested rank comes first: its tables are printed.
@@ -73,7 +69,7 @@ def measured_parts(run: Path) -> tuple[int, dict[str, float]] | None:
     try:
         path, *_ = find_traces(run, step=None, rank=None)
         return int(re.findall(r"\d+", path.name)[0]), read_report(path).parts_s
-    except TraceFileError:
+    except InputError:
         return None
 
 
@@ -86,7 +82,7 @@ def read_report(path: Path) -> Report:
     """Read the report of a trace file, event by event.
 
     Raises:
-        TraceFileError: the file is not a whole trace.
+        InputError: the file is not a whole trace.
     """
     advice = "a run that is killed leaves such: take another --step or --rank"
     try:
@@ -94,10 +90,10 @@ def read_report(path: Path) -> Report:
             return analyse(events_of(file))
     except TooLarge:
         advice = "record fewer steps: profiling.profiler_active"
-        raise TraceFileError(f"{path}: more than {MAX_EVENTS:,} events; {advice}") from None
-    except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *ODD) as error:
+        raise InputError(f"{path}: more than {MAX_EVENTS:,} events; {advice}") from None
+    except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *_ODD) as error:
         reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
-        raise TraceFileError(f"{path}: not a whole trace ({reason}); {advice}") from None
+        raise InputError(f"{path}: not a whole trace ({reason}); {advice}") from None
 
 
 def events_of(file: Unpacked) -> Iterator[Record]:

@@ -10,7 +10,9 @@ from titan.checkpoint import CheckpointError
 from titan.checkpoint.formats import DAMAGED, LOST, NEWER
 from titan.checkpoint.manifest import METADATA, NAME, find_damage, list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of, storage_of
-from titan.config.options import command_parser, put_json
+from titan.config.options import put_json
+
+from .tables import parser_of
 
 # What is said of a step with damages of several kinds: the first of them.
 _WORDS = {NEWER: "is of a newer titan", LOST: "cannot be read", DAMAGED: "is damaged"}
@@ -23,9 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for a whole checkpoint, 1 for a damaged one (it prints a line for each damage) and one
         that cannot be read, 2 if there is none, or a newer titan wrote it.
     """
-    about = "Check a checkpoint's files against the manifest.json that was written with them."
-    parser = command_parser("verify", summary=about)
-    parser.add_argument("step", metavar="STEP_DIR", help="a step-N folder, or its URL")
+    parser = parser_of("verify")
     parser.add_json()
     args = parser.parse_args(argv)
     step = as_location(args.step)

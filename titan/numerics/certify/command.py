@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import distributions
-from itertools import combinations
+from itertools import chain, combinations, starmap
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ import titan
 from titan.base.run_folder import git_state
 from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError
+from titan.checkpoint.identity import differing, freedom, settings
 from titan.checks.rules import check_to_run, load_to_run
 from titan.config.errors import ConfigError, choose
 from titan.config.layout import AXES, Layout, stage_split
@@ -39,10 +40,11 @@ from titan.config.plug_ins import door, parts_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
 from titan.config.schema_comm import NcclGroupSection
-from titan.numerics.certify.ranks import MORE, Pool, RankFailed
-from titan.numerics.certify.shrink import BATCH, changed, small_keys
 from titan.numerics.diff.compare import compare, parameters_only
 from titan.numerics.tables import TABLES, parser_of
+
+from .ranks import MORE, Pool, RankFailed
+from .shrink import BATCH, changed, small_keys
 
 Degrees = Mapping[str, int]
 LAYOUTS: dict[str, Degrees] = TABLES["layouts"]
@@ -51,7 +53,6 @@ _CUT = 1e-6  # the same operations on the same numbers
 _MOST_AXES = 3  # of two ranks each
 # One value in thousands that falls on the other side of a kink changes a gradient by less.
 _DRAWS, _ROUNDING = 5, 0.1
-_FLOAT8 = "quantize.linear.float8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +108,7 @@ class Certifier:
         """
         from titan.numerics.certify import steps
 
-        self.program: Callable[..., Any] = steps.train_job
-        self.cut: Callable[..., Any] = steps.cut_differences
+        self.program, self.cut = steps.train_job, steps.cut_differences
         self.config, self.layout = config, layout
         self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
@@ -190,17 +190,10 @@ class Certifier:
         Returns:
             What is wrong with the job's stages; where else the model could not be cut; keys of a small job that is cut elsewhere.
         """
-        from titan.numerics.certify.steps import parted
+        from .steps import parted
 
         deep = self._deep(whole.model.sizes.n_layers)
-        plain: dict[str, Any] = {
-            "loss.chunk_output": False,
-            "compile.enable": False,
-            "phase": [],
-            "training.local_batch_size": 1,
-            "training.global_batch_size": 1,
-        }
-        one = changed(self.small, {**self._keys({}, alone=True), **plain, **deep})
+        one = changed(self.small, {**self._keys({}, alone=True), **TABLES["uncut"], **deep})
         depth = one.model.sizes.n_layers  # few, if the family's shrink() knows no other
         if depth < whole.model.sizes.n_layers:
             whole = changed(self.small, self._keys(degrees))
@@ -240,21 +233,13 @@ class Certifier:
             "training.local_batch_size": BATCH // dp // passes,
         }
         if not {"dp_shard", "cp"} & parts.keys():  # DDP gathers nothing, and scatters nothing
-            keys |= {
-                "parallelism.fsdp_blocks_per_unit": 1,
-                "parallelism.fsdp_kept_blocks": 1,
-                "parallelism.fsdp_separate_reduce_scatter": False,
-            }
+            keys |= TABLES["unsharded"]
         # For the job's own axes, and on CPUs without effect.
         keys |= {f"comm.nccl.{axis}": NcclGroupSection().model_dump() for axis in self.nccl}
         recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
         if self.is_8bit and "cp" in degrees and recipe == "tensorwise":
             # A context-parallel rank scales its part of a tensor, which no process alone does. Rows are the same.
-            keys |= {
-                f"{_FLOAT8}.recipe_name": "rowwise",
-                f"{_FLOAT8}.enable_fsdp_float8_all_gather": False,
-                f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp": False,
-            }
+            keys |= TABLES["rowwise"]
         return keys
 
     def _compare(
@@ -265,8 +250,8 @@ class Certifier:
 
         small = changed(self.small, {**self._keys(degrees), **drawn})
         results = self.run(small, world)
-        if reason := next((result["refused"] for result in results if "refused" in result), ""):
-            return {"verdict": "refused", "reason": reason}
+        if "refused" in results[0]:  # all ranks say the same
+            return {"verdict": "refused", "reason": results[0]["refused"]}
         keys = {**self._keys(degrees, alone=True), **drawn}
         if (section := quantize_section(small)) is not None:
             # In some layouts, titan leaves layers alone that it converts in one process.
@@ -274,6 +259,7 @@ class Certifier:
             for name in ("float8", "mx"):
                 keys[f"quantize.linear.{name}.filter_fqns"] = [*section.filter_fqns, *kept]
         alone = changed(self.small, keys)
+        assert all(map(freedom, differing(settings(small), settings(alone))))
         [reference] = self.run(alone, 1)
         if small.training.max_norm > max(reference["norms"]):
             return {"verdict": "unknown", "reason": "no step of the small job clips"}
@@ -326,9 +312,9 @@ def main(argv: list[str]) -> int:
     check_target("--output", options.output, is_folder=True)
     certifier, rows = Certifier(config, layout), []
     layouts = certifier.layouts(None if "all" in chosen else chosen)
-    each = [partial(certifier.certify, *layout) for layout in layouts.items()]
-    for certify in (certifier.certify_source, *each):
-        rows.append(row := certify())
+    each = starmap(certifier.certify, layouts.items())
+    for row in chain([certifier.certify_source()], each):
+        rows.append(row)
         if options.json != "-":
             print(f"{row.name:12} {row.mesh:28} {row}", flush=True)
     if all(row.verdict == "refused" for row in rows[1:]):

@@ -18,26 +18,29 @@ from titan.base.rows import number
 from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
-from titan.checks.rules import load_to_run
 from titan.config.load import load_config, load_from_argv
 from titan.config.options import put_json
 from titan.config.render import to_toml
 from titan.numerics.certify.shrink import changed
-from titan.numerics.diff.command import ROUNDED, train
-from titan.numerics.diff.compare import BEYOND, UNIT, apart, compare, shown, values
-from titan.numerics.diff.recompute import (
-    Record,
+from titan.numerics.experiment import (
+    AGAIN_ROUNDED,
+    Records,
+    Side,
+    computes_alike,
     newest_start,
     open_run,
     ranks_of,
     recomputation,
+    record,
     require_permissions,
 )
 from titan.numerics.tables import TABLES, parser_of
 from titan.observe.columns import COLUMNS
 
+from .compare import BEYOND, UNIT, apart, compare, shown, values
+
 if TYPE_CHECKING:
-    from titan.numerics.diff.saved import SavedTensor
+    from .saved import SavedTensor
 
 _CLOCKS = ("throughput/", "memory/")
 _COLUMNS, _OTHERS = TABLES["columns"], TABLES["uncompared"]["columns"]
@@ -128,11 +131,11 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         ConfigError: the run's job needs permissions that the keys do not give.
     """
     config, saved, lost = open_run(run, keys)
-    written = run / "config.toml"
-    is_same_job = load_from_argv([str(written), *keys], warn=False) == load_config(written)
+    written = RunFolder(run).config
+    given = load_from_argv([str(written), *keys], warn=False)
     # It says where the run's checkpoints are. Those of the recomputation are elsewhere.
     keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
-    original = Record(run, saved.get(step))
+    original = Records(run, saved.get(step))
     known = {*original.rows, *saved}
     if step not in known:
         last = ", ".join(map(str, sorted(known)[-_SHOWN:])) or "none"
@@ -147,44 +150,43 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     found = Audit(step, since=since, starts=starts)
     if all(start <= since for start in starts):
         found.due = [1, config.training.steps, *range(0, step + 1, config.metrics.log_freq)]
+    size, saves = original.facts.world_size, None if original.saved is None else step
     changes = recomputation(
-        config,
-        world_size=original.facts.world_size,
+        Side([], config, size),
         base=None if base is None else saved[base],
         step=step,
-        saves=original.saved is not None,
         record=[each.step for each in original.recorded if each.step <= step],
+        saves=saves is not None,
     )
-    config = changed(config, changes)
+    what = f"steps {since + 1} to {step} of {run}"
     with tempfile.TemporaryDirectory(prefix="titan-audit-") as place:
         job = Path(place, "job.toml")
-        job.write_text(to_toml(config), encoding="utf-8")
+        job.write_text(to_toml(changed(config, changes)), encoding="utf-8")
         asked = load_from_argv([str(job), *keys], warn=False)
-        ranks = nproc or ranks_of(asked, original.facts.world_size)
-
-        def compute(name: str, *more: str, what: str = "") -> Record:
-            at = Path(place, name)
-            words = [str(job), *keys, *more, f"--job.dump_folder={at}"]
-            load_to_run(words, world_size=ranks, warn=False)
-            train(words, ranks=ranks, what=f"steps {found.since + 1} to {step} of {run}{what}")
-            return Record(at, original.saved and at / "checkpoint" / f"step-{step}")
-
-        first = compute("first")
-        is_last = all(n < step for n in starts)
-        found.is_same = is_same_job and is_last and first.facts == original.facts
+        side = Side([str(job), *keys], asked, nproc or ranks_of(asked, size))
+        folder = Path(place, "first")
+        side.check(folder)
+        first = record(side, folder, what=what, saves=saves)
+        found.is_same = (
+            computes_alike(load_config(written), given)
+            and all(n < step for n in starts)
+            and first.facts == original.facts
+        )
         _compare(found, original, first, None)
         if found.equal_bits:
             return found
-        steps = [*range(found.since + 1, step + 1)]
-        moved = (f"--debug.record_steps={steps}", "--debug.record_perturbed=1")
-        more, what = ((), " once more") if found.is_same else (moved, ROUNDED)
-        again = compute("again", *more, what=what)
+        if not found.is_same:
+            steps = [*range(since + 1, step + 1)]
+            moved = (f"--debug.record_steps={steps}", "--debug.record_perturbed=1")
+            side = replace(side, words=[*side.words, *moved])
+        what += " once more" if found.is_same else AGAIN_ROUNDED
+        again = record(side, Path(place, "again"), what=what, saves=saves)
         found = replace(found, findings=[], guilty="", equal_bits=False)
         _compare(found, original, first, again)
-        return found
+    return found
 
 
-def _compare(found: Audit, original: Record, first: Record, again: Record | None) -> None:
+def _compare(found: Audit, original: Records, first: Records, again: Records | None) -> None:
     """Compare the records of a run with those of its recomputation.
 
     Args:
@@ -204,7 +206,7 @@ def _compare(found: Audit, original: Record, first: Record, again: Record | None
             what = "the samples of" if worst.kind == "batch" else named
             found.blame(f"{what} step {worst.step}", str(worst))
     blamed, wrong_row = _compare_rows(found, original, first, again)
-    from titan.numerics.diff.saved import SavedStep, compare_steps
+    from .saved import SavedStep, compare_steps
 
     saved, follows = SavedStep(), wrong_row < max(first.rows)
     if original.saved and first.saved:
@@ -225,7 +227,7 @@ def _compare(found: Audit, original: Record, first: Record, again: Record | None
 
 def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
     """Return what is wrong if tensors of the checkpoint differ, and no row of metrics before."""
-    from titan.numerics.diff.saved import kind_of
+    from .saved import kind_of
 
     if {kind_of(tensor.name) for tensor in wrong} == {"weights"}:
         return "the weights of the checkpoint: what the optimizer keeps is equal"
@@ -238,7 +240,7 @@ def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
 
 
 def _compare_rows(
-    found: Audit, original: Record, first: Record, again: Record | None
+    found: Audit, original: Records, first: Records, again: Records | None
 ) -> tuple[str, int]:
     """Compare rows of metrics. Return what is wrong in the first row that differs, and the step of the last one ("" and 0: none)."""
     ours, theirs = original.rows, {step: values(row) for step, row in first.rows.items()}

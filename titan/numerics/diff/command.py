@@ -7,8 +7,6 @@ for it. The first job trains a third time with `debug.record_perturbed`, which m
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,10 +14,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from titan.base.signals import child_environment
 from titan.base.untrusted import InputError, read_bytes
-from titan.checkpoint.identity import change_lines, differing, saved_settings
-from titan.checks.rules import load_to_run
+from titan.checkpoint.identity import change_lines, differing, freedom, saved_settings
 from titan.config.load import load_from_argv
 from titan.config.options import mistake, put_json
 from titan.config.phases import DEGREES
@@ -27,13 +23,14 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
 from titan.numerics.certify.command import least_world
-from titan.numerics.diff.compare import Comparison, compare, parameters_only, shown
+from titan.numerics.experiment import AGAIN_ROUNDED, Side, record
 from titan.numerics.recorded import RecordedStep, read_steps
 from titan.numerics.tables import TABLES, parser_of
 
+from .compare import Comparison, compare, parameters_only, shown
+
 _SHOWN = 8
 _ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more
-ROUNDED = " again with rounding noise, to measure what is normal"
 _OFF = ("validation.enable", "checkpoint.load_only", *TABLES["records"])
 
 
@@ -141,17 +138,13 @@ def _planned(
     if folder.exists():
         raise InputError(f"--output: {folder} exists; name a new folder, or delete it")
     config = load_from_argv(job, warn=False)
-    text = to_toml(config)
     ranks = getattr(options, f"nproc_{side}") or options.nproc
     ranks = ranks or least_world(config, shards=1)
-    job += _short(config, options.steps, folder, perturbed=perturbed)
-    load_to_run(job, world_size=ranks, warn=False)
-
-    def run() -> list[RecordedStep]:
-        train(job, ranks=ranks, what=f"{given}{ROUNDED if perturbed else ''}")
-        return read_steps(folder)
-
-    return text, run
+    short = _short(config, options.steps, perturbed=perturbed)
+    trained = Side([*job, *short], config, ranks)
+    trained.check(folder)
+    what = f"{given}{AGAIN_ROUNDED if perturbed else ''}"
+    return to_toml(config), lambda: record(trained, folder, what=what).recorded
 
 
 def differing_keys(a: str, b: str, names: str = "A and B") -> list[str]:
@@ -168,32 +161,13 @@ def differing_keys(a: str, b: str, names: str = "A and B") -> list[str]:
         return []
     if not (one and two):
         return []
-    found = {k: pair for k, pair in differing(one, two).items() if not k.startswith("job.")}
+    found = differing(one, two)
+    found = {key: pair for key, pair in found.items() if freedom(key) != "place"}
     lines = [f"{names} differ in {line}" for line in change_lines(found)[:_SHOWN]]
     return lines or [f"{names} are the same job"]
 
 
-def train(job: Sequence[str], *, ranks: int, what: str, python: str = sys.executable) -> None:
-    """Train a job on ranks of this machine, and print one line.
-
-    Args:
-        job: files and keys.
-        ranks: number of ranks.
-        what: the job in words.
-        python: interpreter of the environment to train in.
-
-    Raises:
-        InputError: the run failed.
-    """
-    print(f"training {what} on {ranks} rank{'s'[: ranks != 1]}", file=sys.stderr, flush=True)
-    command = [python, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
-    result = subprocess.run(command, capture_output=True, text=True, env=child_environment())
-    if result.returncode:
-        lines = (result.stderr or result.stdout).strip().splitlines()
-        raise InputError(f"the run of {what} failed: {' / '.join(lines[-3:])}")
-
-
-def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> list[str]:
+def _short(config: JobConfig, steps: int, *, perturbed: bool) -> list[str]:
     """Return the keys that make a job a short one that records its steps."""
     total = config.lr_scheduler.total_steps or config.training.steps
     # A checkpoint carries a run over the border of its layouts.
@@ -206,5 +180,4 @@ def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> l
         f"--lr_scheduler.total_steps={total}",
         f"--debug.record_steps={[*range(1, steps + 1)]}",
         f"--debug.record_perturbed={int(perturbed)}",
-        f"--job.dump_folder={folder}",
     ]

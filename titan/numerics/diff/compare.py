@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan.numerics.recorded import RecordedStep, RecordedTensor
+from titan.numerics.tables import TABLES
 
 Key = tuple[str, str]
 # A difference is beyond rounding from this many times the measured spread on: a layout adds up in another order in each module, and the
@@ -26,16 +27,7 @@ _UNMEASURED = 512.0
 _CLOSE = 0.05  # of a recognised factor
 _OF_PARAMETERS = {"weight", "gradient", "update"}
 _BACKWARD = {"output gradient", "gradient", "update"}
-_STAGES = {
-    "batch": 0,
-    "weight": 1,
-    "output": 2,
-    "loss": 3,
-    "output gradient": 4,
-    "gradient": 4,
-    "gradient norm": 5,
-    "update": 6,
-}
+_STAGES = TABLES["stages"]
 _SHOWN = 8
 
 
@@ -77,7 +69,7 @@ class Difference:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """Result of a comparison.
 
@@ -102,13 +94,8 @@ class Comparison:
             return "no module of the first steps: all recorded tensors are equal"
         found = self.differences[0]
         owner, _, own = found.name.rpartition(".")
-        where = {
-            "output": f"{found.name}: its output",
-            "output gradient": f"{found.name}: the gradient of its output",
-            "gradient": f"{owner}: the gradient of its {own}",
-            "update": f"{owner}: the update of its {own}",
-            "weight": f"{owner}: its {own} before the step",
-        }.get(found.kind, f"the {found.kind}")
+        words = TABLES["places"].get(found.kind, "the {kind}")
+        where = words.format(kind=found.kind, name=found.name, owner=owner, own=own)
         return f"{where}; {found.guess}" if found.guess else where
 
 
@@ -127,44 +114,52 @@ def compare(
         spread: those of the reference with `debug.record_perturbed`.
         exact: nothing rounds otherwise, so any difference is one.
     """
-    found: list[Difference] = []
-    compared = left_out = 0
-    worst = 0.0
-    limits: dict[str, float] = {}
-    others = {step.step: step for step in theirs}
-    moved = {step.step: step for step in spread}
+    found = Comparison([], 0, 0, 0.0, {})
+    others, moved = ({step.step: step for step in run} for run in (theirs, spread))
     for one in ours:
-        if (two := others.get(one.step)) is None:
+        if (two := others.get(one.step)) is not None:
+            _compare_step(found, one, two, moved.get(one.step), exact=exact)
+    return found
+
+
+def _compare_step(
+    found: Comparison,
+    one: RecordedStep,
+    two: RecordedStep,
+    moved: RecordedStep | None,
+    *,
+    exact: bool,
+) -> None:
+    """Compare a step of two runs, and add the result to those of the steps before. The arguments are those of `compare`."""
+    a, b = _tensors(one), _tensors(two)
+    normal = _normal(a, _tensors(moved) if moved else {}, one, two)
+    found.left_out += len(a.keys() ^ b.keys())
+    last, inherited = "", _inherited(a, b, normal)
+    shared = _OF_PARAMETERS & {kind for kind, _ in a} & {kind for kind, _ in b}
+    extra = [key for key in in_order(two) if key not in a]
+    for key in (*extra, *in_order(one)):
+        kind = key[0]
+        if key not in a or key not in b:
+            # A layout may compute an output in another place, but it has all parameters.
+            if kind in shared:
+                guess = f"the {'other run' if key in a else 'reference'} has none"
+                limit = normal.get(key, 0.0)
+                lacks = Difference(one.step, *key, math.inf, limit, guess, "", last)
+                found.differences.append(lacks)
             continue
-        a, b = _by_key(one), _by_key(two)
-        normal = _normal(a, _by_key(moved[one.step]) if one.step in moved else {}, one, two)
-        left_out += len(a.keys() ^ b.keys())
-        kinds, last, inherited = {kind for kind, _ in b}, "", _inherited(a, b, normal)
-        shared = _OF_PARAMETERS & kinds & {kind for kind, _ in a}
-        extra = [key for key in in_order(two) if key not in a]
-        for key in (*extra, *in_order(one)):
-            kind = key[0]
-            if key not in a or key not in b:
-                # A layout may compute an output in another place, but it has all parameters.
-                if kind in shared:
-                    guess = f"the {'other run' if key in a else 'reference'} has none"
-                    limit = normal.get(key, 0.0)
-                    found.append(Difference(one.step, *key, math.inf, limit, guess, "", last))
-                continue
-            compared += 1
-            ratio = distance(a[key], b[key])
-            factor = 1.0 if kind in ("batch", "weight") else inherited
-            most = _BEYOND_OF.get(kind, BEYOND) * normal[key]
-            # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
-            allowed = min(most, max(BEYOND * normal[key], _FEW)) * factor * (not exact)
-            limits[kind] = max(allowed, limits.get(kind, 0.0))
-            if ratio <= allowed and not b[key].copies:
-                worst, last = max(worst, ratio and ratio / allowed), _words(*key)
-                continue
-            guess = guess_of(a[key], b[key], two.axes)
-            line = b[key].line or a[key].line
-            found.append(Difference(one.step, *key, ratio, normal[key], guess, line, last))
-    return Comparison(found, compared, left_out, worst, limits)
+        found.compared += 1
+        ratio = distance(a[key], b[key])
+        factor = 1.0 if kind in ("batch", "weight") else inherited
+        most = _BEYOND_OF.get(kind, BEYOND) * normal[key]
+        # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
+        allowed = min(most, max(BEYOND * normal[key], _FEW)) * factor * (not exact)
+        found.limits[kind] = max(allowed, found.limits.get(kind, 0.0))
+        if ratio <= allowed and not b[key].copies:
+            found.worst, last = max(found.worst, ratio and ratio / allowed), _words(*key)
+            continue
+        guess, line = guess_of(a[key], b[key], two.axes), b[key].line or a[key].line
+        differs = Difference(one.step, *key, ratio, normal[key], guess, line, last)
+        found.differences.append(differs)
 
 
 def _inherited(
@@ -183,13 +178,14 @@ def in_order(step: RecordedStep) -> list[Key]:
 
     The backward pass visits modules from the last to the first. A parameter's gradient follows that of its module's output.
     """
-    outputs = [t.name for t in step.tensors if t.kind == "output"]
-    place = {name: number for number, name in enumerate(outputs)}
+    place: dict[str, int] = {}
     inner: dict[str, int] = {}  # the first module to end within each module
+    outputs = (tensor.name for tensor in step.tensors if tensor.kind == "output")
     for number, name in enumerate(outputs):
-        for end in range(len(name) + 1):
-            if end == len(name) or name[end] == ".":
-                inner.setdefault(name[:end], number)
+        place[name] = number
+        while name:
+            inner.setdefault(name, number)
+            name = name.rpartition(".")[0]
 
     def backward(tensor: RecordedTensor) -> tuple[int, int]:
         if tensor.kind == "output gradient":
@@ -203,20 +199,15 @@ def in_order(step: RecordedStep) -> list[Key]:
         stage = _STAGES[tensor.kind]
         return (stage, *backward(tensor)) if tensor.kind in _BACKWARD else (stage,)
 
-    return [(t.kind, t.name) for t in sorted(_tensors(step), key=order)]
+    return [(t.kind, t.name) for t in sorted(_tensors(step).values(), key=order)]
 
 
-def _tensors(step: RecordedStep) -> list[RecordedTensor]:
+def _tensors(step: RecordedStep) -> dict[Key, RecordedTensor]:
     """Return the tensors of a step, its loss and its gradient norm."""
-    numbers = {"loss": step.loss, "gradient norm": step.grad_norm}
-    return [
-        *step.tensors,
-        *(RecordedTensor(k, "", step.computes_in, None, [[x]]) for k, x in numbers.items()),
-    ]
-
-
-def _by_key(step: RecordedStep) -> dict[Key, RecordedTensor]:
-    return {(t.kind, t.name): t for t in _tensors(step)}
+    found = {(tensor.kind, tensor.name): tensor for tensor in step.tensors}
+    for kind, value in (("loss", step.loss), ("gradient norm", step.grad_norm)):
+        found[kind, ""] = RecordedTensor(kind, "", step.computes_in, None, [[value]])
+    return found
 
 
 def _words(kind: str, name: str) -> str:

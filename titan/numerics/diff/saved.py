@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan.checkpoint.identity import differing
 from titan.checkpoint.manager import load, read_metadata, stored_shapes
 from titan.checkpoint.storage import Location
-from titan.numerics.diff.compare import BEYOND, UNIT, apart, values
+
+from .compare import BEYOND, UNIT, apart, values
 
 _READ_AT_ONCE = 2**28  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -82,10 +84,9 @@ def compare_steps(
         ]
     paths = [path for path in (saved, computed, again) if path is not None]
     one, two, *three = map(_facts, paths)
-    for name in one.keys() | two.keys():
+    for name, (a, b) in differing(one, two).items():
         # Another titan may have other facts.
-        a, b = one.get(name), two.get(name)
-        if a == b or (None in (a, b) and not name.startswith("data.")):
+        if None in (a, b) and not name.startswith("data."):
             continue
         found.equal_bits = False
         spread = [apart(b or [], facts.get(name, [])) for facts in three]

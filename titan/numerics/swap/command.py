@@ -16,8 +16,8 @@ from pathlib import Path
 from shutil import rmtree, which
 from typing import Any
 
-from titan.base.rows import read_rows
-from titan.base.untrusted import InputError, read_json
+from titan.base.run_folder import RunFolder
+from titan.base.untrusted import InputError
 from titan.checkpoint.identity import (
     change_lines,
     changed_settings,
@@ -27,23 +27,27 @@ from titan.checkpoint.identity import (
     leaves,
     require_same_model,
 )
-from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv, parse_args
 from titan.config.options import mistake, put_json
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.data.special_tokens import fingerprint
-from titan.numerics.diff import recompute
 from titan.numerics.diff.command import differing_keys
-from titan.numerics.swap.experiment import (
-    FOLDER,
-    Experiment,
+from titan.numerics.experiment import (
+    Facts,
+    Proof,
     Side,
-    verdict_of,
+    newest_start,
+    open_run,
+    ranks_of,
+    require_permissions,
+    sequences_of,
 )
-from titan.numerics.swap.handover import BEFORE, Handover, lineage, toml_lines
 from titan.numerics.tables import parser_of
+
+from .handover import BEFORE, Handover, lineage, toml_lines
+from .trial import FOLDER, SwapTrial, verdict_of
 
 _REFUSED = 3  # exit code of --or-refuse
 
@@ -63,14 +67,51 @@ def main(argv: Sequence[str]) -> int:
 
 
 def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
-    """Compare two jobs, print the result, and hand over. Return the exit code."""
-    run, begun = options.run, time.monotonic()
-    config, saved, lost = recompute.open_run(run, keys)
-    recompute.require_permissions(lost, config, has_base=True)
-    size = read_json(run / "environment.json", recompute.Facts, within=run).world_size
-    last, old_toml = config.training.steps, to_toml(config)
-    base = recompute.newest_start(saved, before=last)
+    """Plan, prove and hand over. Return the exit code."""
+    begun = time.monotonic()
+    trial = plan(options, keys)
+    new, handover = trial.goes_on, trial.handover
+    again = shlex.join(["titan", "train", *new.words, f"--nproc={new.ranks}"])
+    goes_on = f"`{again}` goes on in {handover.target}"
+    step = handover.begin()
+    if step is None:
+        print(f"handed over before: {goes_on}")
+        return 0
+    proofs = trial.prove(step, options.steps)
+    found = _facts(trial, proofs) | {"seconds": time.monotonic() - begun}
+    left_out = "; ".join([*trial.left_out, *found["changes"]])
+    found["result"] = [
+        verdict_of(proofs, f"{trial.span}, and what is saved after step {trial.last:,}"),
+        f"not compared: {left_out}",
+        _outlook(found),
+    ]
+    if not put_json(found, options.json):
+        lines = differing_keys(to_toml(trial.old.config), to_toml(new.config), "old and new")
+        for proof in proofs.values():
+            lines += proof.lines()
+        print("\n".join([*lines, *found["result"]]))
+    if FOLDER not in proofs or not proofs[FOLDER].passes:
+        rmtree(handover.work)
+        return _REFUSED if options.or_refuse else 1
+    handover.finish(found)
+    print(f"handed over after step {step:,}: {goes_on}", file=sys.stderr)
+    return 0
+
+
+def plan(options: argparse.Namespace, keys: Sequence[str]) -> SwapTrial:
+    """Read both jobs.
+
+    Raises:
+        InputError: the run cannot go on, such as one without a checkpoint.
+        ConfigError: a job is wrong, or the new one changes what is learned and --changes does not say so.
+    """
+    run = options.run
+    config, saved, lost = open_run(run, keys)
+    require_permissions(lost, config, has_base=True)
+    size = RunFolder(run).facts(Facts).world_size
+    base = newest_start(saved, before=config.training.steps)
     if base is None:
+        last = config.training.steps
         raise InputError(f"{run} has no whole checkpoint before its last step, {last:,}")
     if not which(options.python):
         raise mistake("--python", f"there is no {options.python}")
@@ -80,8 +121,8 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     words = [*map(str, (given.job, *given.overlays)), *keys]
     asked = load_from_argv(words, warn=False)
     require_same_model(saved[base], asked)
-    ranks = options.nproc or recompute.ranks_of(asked, size)
-    sequences = recompute.sequences_of(config, size), recompute.sequences_of(asked, ranks)
+    ranks = options.nproc or ranks_of(asked, size)
+    sequences = sequences_of(config, size), sequences_of(asked, ranks)
     terms = differing(job_facts(config), job_facts(asked))
 
     def changed(before: str) -> dict[str, Any]:
@@ -90,53 +131,29 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         return {key: pair for key, pair in found.items() if freedom(key) != "format"} | terms
 
     # Keys of the command line say where the old job finds its data, too. They may not hide that the new job has other data.
-    changes = changed((run / "config.toml").read_text("utf-8"))
+    changes = changed(RunFolder(run).config.read_text("utf-8"))
     _require_named(changes, asked, options.changes)
+    old_toml = to_toml(config)
     kept = _job_lines(asked, changed(old_toml))
-    plan = fingerprint(vars(options), old_toml, kept)
-    handover = Handover(Path(asked.job.dump_folder), plan)
-    again = shlex.join(["titan", "train", *words, f"--nproc={ranks}"])
-    goes_on = f"`{again}` goes on in {handover.target}"
-    step = handover.begin(base)
-    if step is None:
-        print(f"handed over before: {goes_on}")
-        return 0
-    job = handover.job("new", kept)
-    compared, _ = load_to_run([job], world_size=ranks, warn=False)
-    new = Side([job], compared, ranks, options.python)
-    old = Side([handover.job("old", old_toml)], config, size, sys.executable)
-    start = handover.copy(run, saved, step, asked.checkpoint.folder)
-    steps = range(step + 1, min(step + options.steps, last) + 1)
-    tried = Experiment(handover, start, steps, old, new)
-    # With --changes, the comparison keeps the old values.
-    proofs = tried.prove(new.words if changes else words)
-    newest = max([row["step"] for row in read_rows(run / "metrics.jsonl")], default=step)
-    found: dict[str, Any] = {
+    identity = fingerprint(vars(options), old_toml, kept)
+    handover = Handover(Path(asked.job.dump_folder), identity, run, saved, base)
+    new = Side(words, asked, ranks, options.python)
+    return SwapTrial(handover, Side([], config, size), new, kept, changes)
+
+
+def _facts(trial: SwapTrial, proofs: Mapping[str, Proof]) -> dict[str, Any]:
+    """Return the facts of a swap for --json and swap.json, but for its time and its result."""
+    run, step = trial.handover.old, trial.steps[0] - 1
+    newest = max([row["step"] for row in RunFolder(run).rows()], default=step)
+    return {
         "run": str(run),
         "step": step,
-        "ranks": size,  # of the old job, for --back
-        "changes": change_lines(changes),
+        "ranks": trial.old.ranks,  # for --back
+        "changes": change_lines(trial.changes),
         "proofs": [*map(asdict, proofs.values())],
-        **tried.figures(),
+        **trial.figures(),
         "again": max(newest - step, 0),
-        "seconds": time.monotonic() - begun,
     }
-    found["result"] = [
-        verdict_of(proofs, tried.what),
-        f"not compared: {'; '.join([*tried.left_out, *found['changes']])}",
-        _outlook(found),
-    ]
-    if not put_json(found, options.json):
-        lines = differing_keys(old_toml, to_toml(asked), "old and new")
-        for proof in proofs.values():
-            lines += proof.lines()
-        print("\n".join([*lines, *found["result"]]))
-    if FOLDER not in proofs or not proofs[FOLDER].passes:
-        rmtree(handover.work)
-        return _REFUSED if options.or_refuse else 1
-    handover.finish(run, found)
-    print(f"handed over after step {step:,}: {goes_on}", file=sys.stderr)
-    return 0
 
 
 def _before(run: Path, keys: Sequence[str]) -> str:
@@ -145,7 +162,7 @@ def _before(run: Path, keys: Sequence[str]) -> str:
     if not is_named or not (run / BEFORE).is_file():
         needs = "needs a run that began with a swap, and a new folder, --job.dump_folder=FOLDER"
         raise mistake("--back", needs)
-    if lost := recompute.open_run(run, keys, file=BEFORE)[2]:
+    if lost := open_run(run, keys, file=BEFORE)[2]:
         raise ConfigError(loss.problem for loss in lost.values())
     return str(run / BEFORE)
 
@@ -179,14 +196,8 @@ def _require_named(
 
 def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Return the keys that a job sets as TOML, with the old values of some. Another titan may not know the others."""
-    data = job.whole.model_dump(exclude_unset=True)
-    for key, (old, _) in changes.items():
-        *path, last = key.split(".")
-        table = data
-        for name in path:
-            table = table.setdefault(name, {})
-        table[last] = old
-    return toml_lines(dict(leaves(data)))
+    given = dict(leaves(job.whole.model_dump(exclude_unset=True)))
+    return toml_lines(given | {key: old for key, (old, _) in changes.items()})
 
 
 def _outlook(found: Mapping[str, Any]) -> str:

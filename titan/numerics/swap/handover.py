@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.base.rows import Row, read_rows
-from titan.base.run_folder import EVENTS, RunFolder
+from titan.base.rows import Row
+from titan.base.run_folder import CONFIG, EVENTS, METRICS, RunFolder
 from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.manifest import NAME, read_manifest
@@ -35,19 +35,22 @@ class Handover:
         target: the new run folder.
         plan: identity of the command.
         work: folder beside it.
+        old: the old run folder.
+        saved: its checkpoints by step.
+        base: step of the newest whole one.
         run: the new run folder, until it has its name.
     """
 
-    def __init__(self, target: Path, plan: str) -> None:
+    def __init__(
+        self, target: Path, plan: str, old: Path, saved: Mapping[int, Location], base: int
+    ) -> None:
         self.target, self.plan = target, plan
+        self.old, self.saved, self.base = old, saved, base
         self.work = target.with_name(f"{target.name}.swap-{plan}")
         self.run = self.work / "run"
 
-    def begin(self, newest: int) -> int | None:
+    def begin(self) -> int | None:
         """Make the work folder, and delete those of other plans.
-
-        Args:
-            newest: step of the newest checkpoint.
 
         Returns:
             The step to begin from, which a killed command may have copied. None: a command with this plan has handed over.
@@ -65,7 +68,7 @@ class Handover:
         if self.target.exists() and any(self.target.iterdir()):
             raise InputError(f"job.dump_folder: {self.target} exists; name a new folder")
         self.work.mkdir(parents=True, exist_ok=True)
-        return next((int(path.name[5:]) for path in self.run.glob("**/step-*")), newest)
+        return next((int(path.name[5:]) for path in self.run.glob("**/step-*")), self.base)
 
     def job(self, name: str, text: str) -> str:
         """Write a file of keys into the work folder. Return its name."""
@@ -81,41 +84,38 @@ class Handover:
             making.rename(place)
         return place
 
-    def copy(self, run: Path, saved: Mapping[int, Location], step: int, folder: str) -> Path:
+    def copy(self, step: int, folder: str) -> Path:
         """Copy what the new run begins with. Return the folder of its checkpoint.
 
         Args:
-            run: the old run folder.
-            saved: its checkpoints.
-            step: the one to begin with.
+            step: the checkpoint to begin with.
             folder: folder of the new run's checkpoints, within its run folder.
         """
-        inner = f"{folder}/step-{step}"
+        inner, run = f"{folder}/step-{step}", self.old
 
         def make(target: Path) -> None:
-            _copy_step(saved[step], target / inner)
+            _copy_step(self.saved[step], target / inner)
             rows, events = (
                 [row for row in rows if row["step"] <= step]
-                for rows in (read_rows(run / "metrics.jsonl"), RunFolder(run).events())
+                for rows in (RunFolder(run).rows(), RunFolder(run).events())
             )
             for row in rows[-1:]:
                 row["swap"] = str(run)
             # With the time of the last event: the next start accounts for all that follows.
             swap = {"event": "swap", "step": step, "run": str(run)}
-            _write_rows(target / "metrics.jsonl", rows)
+            _write_rows(target / METRICS, rows)
             _write_rows(target / EVENTS, [*events, dict(*events[-1:]) | swap])
-            shutil.copyfile(run / "config.toml", target / BEFORE)
+            shutil.copyfile(run / CONFIG, target / BEFORE)
 
         return self.part("run", make) / inner
 
-    def finish(self, run: Path, swap: Mapping[str, Any]) -> None:
+    def finish(self, swap: Mapping[str, Any]) -> None:
         """Hand over: give the new run folder its name.
 
         Args:
-            run: the old run folder.
             swap: what swap.json says of this swap.
         """
-        swaps = {"plan": self.plan, "swaps": [*lineage(run)["swaps"], swap]}
+        swaps = {"plan": self.plan, "swaps": [*lineage(self.old)["swaps"], swap]}
         text = json.dumps(swaps, indent=2) + "\n"
         write_text_atomically(self.run / LINEAGE, text)
         LocalStorage().rename(self.run, self.target)
