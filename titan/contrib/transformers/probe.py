@@ -95,15 +95,14 @@ def run_once(model: Any) -> list[Part]:
         part.input = given
         is_block = re.fullmatch(r"layers\.\d+", name) is not None
         if is_block and sum(x.shape == tensors[0].shape for x in tensors) > 1:
-            model.__dict__["reads_twice"] = name
+            model.reads_twice = name
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
         parts[id(module)].output = output
         if isinstance(module, nn.Linear) and isinstance(output, Tensor) and not is_again:
             seen.flows.begin(name, output, -1)
         if name.startswith("layers.") and name.count(".") == 1:
-            size = len(output) if isinstance(output, tuple) else 0
-            model.__dict__["returns"] = size
+            model.returns = len(output) if isinstance(output, tuple) else 0
 
     for name, module in model.named_modules():
         if name and name != "layers":
@@ -134,7 +133,7 @@ def run_once(model: Any) -> list[Part]:
     if seen.where:
         raise UnsupportedModelError(f"{seen.where} draws random numbers in training")
     _complete(parts, record, seen.flows)
-    model.__dict__.update(without_documents=record.without_documents, reach=record.reach)
+    model.without_documents, model.reach = record.without_documents, record.reach
     mixers = {*record.calls, *record.recurrences}
     for name, block in model.layers.items():
         if not any(id(module) in mixers for module in block.modules()):
