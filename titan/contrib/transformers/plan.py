@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from titan.parallel.module_kinds import ExpertModule, is_kind
 from titan.parallel.tensor import style_names
 
-from .errors import WrongKeyError
+from .errors import WrongKeyError, hint
 
 Styles = dict[str, str]
 """Styles of modules, by name or pattern."""
@@ -109,8 +108,7 @@ def _check_given(model: nn.Module, given: Styles) -> None:
 
 
 def _near(word: str, known: list[str]) -> str:
-    near = get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    return hint(word, known) or f"; there are {', '.join(known)}"
 
 
 class _Plan:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention
-from .errors import UnsupportedModelError, message_of
+from .errors import UnsupportedModelError, refusing
 from .flows import Flows
 from .plan import Part
 
 _PROBE_LENGTH = 8
+_NO_DATA = "its forward pass does not run without data"
 
 
 class Watch(TorchDispatchMode):
@@ -113,20 +114,14 @@ def run_once(model: Any) -> list[Part]:
     try:
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
         seen = Watch(parts)
-        with _on_meta(model), attention.recording() as record, seen:
+        with refusing(_NO_DATA), _on_meta(model), attention.recording() as record, seen:
             record.follow = seen.flows.begin
             model(tokens, document_ids_BS=tokens)
         is_again.append(True)
         # Once more as in a run, in which transformers makes no masks.
         model.hf.config._attn_implementation = attention.RUN
-        with _on_meta(model), attention.recording():
+        with refusing(_NO_DATA), _on_meta(model), attention.recording():
             model(tokens)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"its forward pass does not run without data: {message_of(error)}"
-        ) from error
     finally:
         for handle in handles:
             handle.remove()
