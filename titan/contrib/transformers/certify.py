@@ -49,7 +49,6 @@ from titan.parallel import build_mesh, initialize
 from titan.step.resolved import resolve_job
 from titan.step.train_step import TrainStep, build_train_step
 from titan.tasks.base import Microbatch
-from titan.tasks.next_token import NextToken
 
 from .config import TransformersConfig
 from .resolve import _config_json, _import, _merged, _their_name
@@ -332,11 +331,11 @@ def _load(config: JobConfig, folder: Path) -> Any:
 
 def _batches(step: TrainStep) -> Iterator[Any]:
     """Yield batches: one long document and several short ones, and one of so few tokens that some experts get none."""
-    task, training = step.task, step.config.training
-    if not isinstance(task, NextToken) or task_module(step.config) is not None:
+    task: Any = step.task
+    if task_module(step.config) is not None:
         yield from map(task.random_batch, (1, 2))
         return
-    shape = 2, training.seq_len + 1
+    shape = 2, step.config.training.seq_len + 1
     random = np.random.default_rng(step.config.debug.seed)
     rows_BT = random.integers(2, task.sizes.vocab_size, shape)
     rows_BT[1, 11::23] = 1  # ends of documents

@@ -201,8 +201,7 @@ class TransformersModel(nn.Module):
             stored: Any = self.get_submodule(parent)
             tensor = getattr(stored, leaf, None)
             shape = (stored.total, 2, 1) if tensor is None else tuple(tensor.shape)
-            theirs = self.hf_name(name)
-            self.disk[key] = number, disk_names(self.hf, {theirs: shape})[theirs]
+            self.disk[key] = number, disk_names(self.hf, self.hf_name(name), shape)
         first, names = self.disk[key]
         if number == first:
             return names

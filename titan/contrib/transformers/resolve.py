@@ -281,7 +281,7 @@ def _import() -> Any:
     return transformers
 
 
-def resolve_config(content: Fields) -> TransformersConfig:
+def read_config(content: Fields) -> TransformersConfig:
     """Return the sizes of a config.json.
 
     Raises:
