@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,9 +14,9 @@ from typing import Any
 from titan.base.hardware import count_accelerators, require_memory
 from titan.base.signals import STOPPING, child_environment
 from titan.base.untrusted import InputError
+from titan.data import DataError, require
 from titan.ops.run_lock import RunLock, RunLocked
 
-from .ray_cluster import connect
 from .trials import Trial
 
 STOPPED = 75  # a run that saved when it was asked to stop
@@ -115,6 +116,30 @@ def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
     )
     parts = [visible[begin : begin + processes] for begin in range(0, needed, processes)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def connect(address: str) -> Any:
+    """Connect to a Ray cluster. Return the module `ray`.
+
+    Raises:
+        DataError: Ray is not installed, or there is no cluster at the address.
+    """
+    ray = require("ray", purpose="--ray", extra="ray")
+    try:
+        # Ray itself tries for minutes where nobody listens.
+        if ":" in address:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except Exception as error:  # of many kinds: no cluster, no such address, another version
+        # Without Ray's report of where it was raised.
+        lines = str(getattr(error, "cause", None) or error).strip().splitlines()
+        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        raise DataError(
+            f"--ray: no Ray cluster answers at '{address}' ({reason}); start one with `ray start --head`, "
+            "or give --address HOST:PORT"
+        ) from error
+    return ray
 
 
 def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
