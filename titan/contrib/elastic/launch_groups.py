@@ -124,7 +124,7 @@ def launch_groups(
                 f"--fault_tolerance.replica_id={number}",
                 f"--job.dump_folder={run / f'group-{number}'}",
             ],
-            variables | _devices_of(number, num_processes),
+            variables | hardware.device_share(number, num_processes),
         )
         for number in range(num_groups)
     ]
@@ -170,19 +170,6 @@ def processes_of_group(num_groups: int, asked: int | None) -> int:
         else f"{count} accelerators do not divide among {num_groups} groups; use --groups {known}, or --nproc {each} to leave some idle"
     )
     raise mistake("--nproc" if asked else "--groups", message)
-
-
-def _devices_of(group: int, num_processes: int) -> dict[str, str]:
-    """Return the environment variables that show a group its part of the accelerators of this process."""
-    if not (count := hardware.count_accelerators()):
-        return {}
-    part = slice(group * num_processes, (group + 1) * num_processes)
-    # HIP reads CUDA's variable unless its own is set.
-    variables = ["CUDA_VISIBLE_DEVICES", *({"HIP_VISIBLE_DEVICES"} & os.environ.keys())]
-    names = {
-        name: hardware.visible_devices(name) or [*map(str, range(count))] for name in variables
-    }
-    return {name: ",".join(devices[part]) for name, devices in names.items()}
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:

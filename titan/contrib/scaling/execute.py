@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from titan.base.hardware import count_accelerators, require_memory
+from titan.base.hardware import count_accelerators, device_share, require_memory
 from titan.base.signals import STOPPING, child_environment
 from titan.base.untrusted import InputError
 from titan.data import DataError, require
@@ -111,11 +111,7 @@ def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
             f"{at_a_time} runs of {processes} processes need {needed} accelerators, and there are {devices}: "
             "use fewer --jobs"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(
-        ","
-    )
-    parts = [visible[begin : begin + processes] for begin in range(0, needed, processes)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+    return [device_share(number, processes) for number in range(at_a_time)]
 
 
 def connect(address: str) -> Any:
