@@ -17,20 +17,13 @@ from torch import Tensor, nn
 from titan.parallel.module_kinds import ExpertModule, is_kind
 from titan.parallel.tensor import style_names
 
+from .config import FIELDS
 from .errors import WrongKeyError, hint
 
 Styles = dict[str, str]
 """Styles of modules, by name or pattern."""
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input", "packed_rowwise")
-
-
-# Names that transformers' models share, for those that name no plan.
-_USUAL = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "colwise"),
-    **dict.fromkeys(("gate_proj", "up_proj", "fc1"), "colwise"),
-    **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc2"), "rowwise"),
-}
 
 
 @dataclass
@@ -174,7 +167,7 @@ class _Plan:
         parent, _, leaf = name.rpartition(".")
         if found or any(pattern.startswith(f"{_star(parent)}.") for pattern in self.theirs):
             return found
-        return _USUAL.get(leaf, "")
+        return next((s for s, names in FIELDS["styles"].items() if leaf in names), "")
 
     def _child(self, name: str, module: nn.Module) -> None:
         """Find the styles of a child of a block."""
