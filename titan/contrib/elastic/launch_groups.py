@@ -25,8 +25,9 @@ from titan.base.run_writer import write_text_atomically
 from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
-from titan.config.options import mistake, positive
+from titan.config.options import add_options, mistake
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 from titan.run.launch_extension import LaunchExtension
 
 from .section import groups_of
@@ -44,18 +45,7 @@ class GroupLauncher(LaunchExtension):
     usage = "[--elastic --groups G]"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        add = parser.add_argument
-        add(
-            "--elastic",
-            action="store_true",
-            help="train in replica groups of --nproc processes, which may fail one by one; --max-restarts is of each group, by default 100",
-        )
-        add(
-            "--groups",
-            type=positive,
-            metavar="G",
-            help="with --elastic: replica groups; default: 2",
-        )
+        add_options(parser, table_beside(__file__, "options.toml")["train"])
 
     def launch(
         self, options: Namespace, argv: Sequence[str], load: Callable[[int], JobConfig]

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from titan.config.toml import tomllib
+from titan.config.toml import table_beside
 from titan.models.common import hf_names
 
 from .config import FluxConfig
 
 ARCHITECTURES = {"FluxTransformer2DModel": "FluxTransformer2DModel"}
 
-_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_NAMES = table_beside(__file__, "names.toml")
 _FIELDS: tuple[hf_names.Field, ...] = (
     ("n_double", "num_layers", ...),
     ("n_heads", "num_attention_heads", ...),

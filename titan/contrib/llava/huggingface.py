@@ -8,10 +8,9 @@ the last one that LLaVA reads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from titan.config.toml import tomllib
+from titan.config.toml import table_beside
 from titan.models.common import hf_names
 from titan.models.llama3 import huggingface as llama3
 
@@ -24,7 +23,7 @@ _VISION = "vision_tower.vision_model."
 # transformers 5 writes the second spelling.
 SPELLINGS = ((_VISION, "vision_tower."),)
 
-_NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_NAMES = table_beside(__file__, "names.toml")
 _VISION_FIELDS: tuple[hf_names.Field, ...] = (
     ("vision_dim", "hidden_size", ...),
     ("vision_heads", "num_attention_heads", ...),

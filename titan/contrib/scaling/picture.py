@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +17,6 @@ from titan.sim.report.text import require_writable
 from .law import LEVEL, Fit
 from .paired import Curve, mean_of
 from .runs import number_in
-
-
-def add_option(parser: ArgumentParser, about: str) -> None:
-    """Add --plot to a command's options."""
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=about)
 
 
 def require_option(options: Namespace) -> None:

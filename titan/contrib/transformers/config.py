@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan.config.toml import tomllib
+from titan.config.toml import table_beside
 from titan.models.common.moe_config import MoEConfig
 
-FIELDS: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("fields.toml").read_text(encoding="utf-8")
-)
+FIELDS = table_beside(__file__, "fields.toml")
 NAMES: dict[str, list[str]] = FIELDS["names"]
 """Names that config classes give a field, by what it means."""
 NOTES: list[str] = FIELDS["notes"]
