@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from titan.base import hardware
 from titan.base.run_writer import write_text_atomically
-from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, handled
 from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
 from titan.config.options import add_options, mistake
@@ -124,14 +124,12 @@ def launch_groups(
         for group in groups:
             group.signal(number)
 
-    handlers = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
-        while living := [group for group in groups if group.poll(max_restarts)]:
-            living[0].is_shown = True
-            time.sleep(0.2)
+        with handled(FORWARDED, forward):
+            while living := [group for group in groups if group.poll(max_restarts)]:
+                living[0].is_shown = True
+                time.sleep(0.2)
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if lighthouse is not None:
             lighthouse.shutdown()
     codes = {group.code for group in groups}
@@ -245,24 +243,21 @@ class _Group:
         if code is None:
             return True
         self.code = abs(code)
-        if code in _ENDS or self.is_stopped:
+        lives = False
+        if code not in _ENDS and not self.is_stopped:
+            lives = self.restarts < max_restarts
+            self.restarts += lives
+            again = f"not started again (--max-restarts {max_restarts}); other groups go on"
+            if lives:
+                again = f"started again, {self.restarts} of {max_restarts} times"
+            name = signal.Signals(-code).name if code < 0 else ""
+            end = f"was ended by {name}" if name else f"ended with {code}"
+            print(f"group {self.number} | {end}: {again}", flush=True)
+        if lives:
+            self._start()
+        else:
             self.process, self.is_shown = None, False
-            return False
-        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        if self.restarts >= max_restarts:
-            print(
-                f"group {self.number} | {end}: not started again (--max-restarts {max_restarts}); other groups go on",
-                flush=True,
-            )
-            self.process, self.is_shown = None, False
-            return False
-        self.restarts += 1
-        print(
-            f"group {self.number} | {end}: started again, {self.restarts} of {max_restarts} times",
-            flush=True,
-        )
-        self._start()
-        return True
+        return lives
 
     def signal(self, number: int) -> None:
         """Pass a signal on. A group that is asked to stop is not started again."""

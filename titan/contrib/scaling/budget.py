@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from titan.base.signals import child_environment
+from titan.base.signals import child_environment, handled
 from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
@@ -114,10 +114,9 @@ def _priced(job: list[str], options: Namespace) -> list[dict[str, Any]]:
             return None
 
     # Ctrl-C ends this process, and simulations with it. Python would wait for them.
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    ends = handled([signal.SIGINT], signal.SIG_DFL)
+    with ends, ThreadPoolExecutor(os.cpu_count()) as pool:
         found = [size for size in pool.map(price, names, jobs, params) if size]
-    signal.signal(signal.SIGINT, before)
     if not found:
         raise InputError("no size can be priced on these GPUs")
     return found

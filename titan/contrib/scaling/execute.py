@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan.base.hardware import count_accelerators, device_share, require_memory
-from titan.base.signals import STOPPING, child_environment
+from titan.base.signals import STOPPING, child_environment, handled
 from titan.base.untrusted import InputError
 from titan.data import DataError, require
 from titan.ops.run_lock import RunLock, RunLocked
@@ -42,25 +42,23 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
         for process in running:
             process.send_signal(number)
 
-    handlers = {number: signal.signal(number, stop) for number in STOPPING}
     try:
-        while running or (waiting and not code):
-            ready = [] if code or not shares else [t for t in waiting if not _goes_on(t)]
-            for trial, share in zip(ready, shares.copy(), strict=False):
-                waiting.remove(trial)
-                shares.remove(share)
-                _say(f"{trial.folder.name}/{trial.name}: begins ({len(waiting)} wait)")
-                running[_start(trial, processes, share)] = trial, share
-            for process in [each for each in running if each.poll() is not None]:
-                trial, share = running.pop(process)
-                shares.append(share)
-                _say_ended(trial, process.returncode)
-            time.sleep(0.2)
+        with handled(STOPPING, stop):
+            while running or (waiting and not code):
+                ready = [] if code or not shares else [t for t in waiting if not _goes_on(t)]
+                for trial, share in zip(ready, shares.copy(), strict=False):
+                    waiting.remove(trial)
+                    shares.remove(share)
+                    _say(f"{trial.folder.name}/{trial.name}: begins ({len(waiting)} wait)")
+                    running[_start(trial, processes, share)] = trial, share
+                for process in [each for each in running if each.poll() is not None]:
+                    trial, share = running.pop(process)
+                    shares.append(share)
+                    _say_ended(trial, process.returncode)
+                time.sleep(0.2)
     finally:
         for process in running:
             process.terminate()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return code
 
 
@@ -172,19 +170,18 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
         _say(f"{trial.name}: goes on since an earlier command; its task waits for its end")
     tasks = {remote.remote(trial): trial for trial in trials}
     # After `connect`, since Ray ends the command at once. Slurm and Kubernetes send SIGTERM.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        while tasks:
-            [done, *_], _ = ray.wait(list(tasks))
-            _say_ended(tasks.pop(done), ray.get(done))
-    except KeyboardInterrupt:
-        _say("stopping: runs save a checkpoint, and the same command goes on from there")
-        for task in tasks:
-            ray.cancel(task)
-        for task in tasks:
-            ray.wait([task], timeout=120)
-        return STOPPED
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        ray.shutdown()
+    with handled([signal.SIGTERM], signal.default_int_handler):
+        try:
+            while tasks:
+                [done, *_], _ = ray.wait(list(tasks))
+                _say_ended(tasks.pop(done), ray.get(done))
+        except KeyboardInterrupt:
+            _say("stopping: runs save a checkpoint, and the same command goes on from there")
+            for task in tasks:
+                ray.cancel(task)
+            for task in tasks:
+                ray.wait([task], timeout=120)
+            return STOPPED
+        finally:
+            ray.shutdown()
     return 0

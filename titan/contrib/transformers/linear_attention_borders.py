@@ -20,6 +20,7 @@ B batch, P pieces of each rank, C ranks, S local positions, H heads, K size of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ from titan.parallel.context import shard_sequence, unshard_sequence
 from titan.parallel.documents import DocumentMask
 from titan.parallel.module_kinds import SequenceModule
 from titan.parallel.ring import SequencePart
+
+State = Tensor | Callable[[Tensor, Tensor], Tensor] | None
+"""State before the first position, (B, H, K, V). None: zeros. Or a function that returns it, for which the sequence is an affine map: it
+takes the state after the last position if that before the first is zero, and the linear map of the rest (see `pass_through`)."""
 
 
 @dataclass(frozen=True)
