@@ -45,7 +45,7 @@ class GroupLauncher(LaunchExtension):
     usage = "[--elastic --groups G]"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        add_options(parser, table_beside(__file__, "options.toml")["train"])
+        add_options(parser, table_beside(__file__, "tables.toml")["train"])
 
     def launch(
         self, options: Namespace, argv: Sequence[str], load: Callable[[int], JobConfig]

@@ -20,7 +20,7 @@ class GroupScripts(SlurmExtension):
     usage = "[--elastic --groups G]"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        add_options(parser, table_beside(__file__, "options.toml")["slurm"])
+        add_options(parser, table_beside(__file__, "tables.toml")["slurm"])
 
     def array(self, options: Namespace) -> str | None:
         return f"0-{_count(options) - 1}" if _count(options) else None

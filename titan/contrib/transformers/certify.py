@@ -206,15 +206,17 @@ def small_job(certifier: Certifier) -> tuple[JobConfig, str]:
             left_out.append(f"without {', '.join(terms)}, which transformers does not have")
         keys["model.overrides"] = overrides
     flags = ("data.document_mask", "data.reset_positions")
+    whole_text, documents = (
+        changed(certifier.small, keys | dict.fromkeys(flags, value)) for value in (False, True)
+    )
     if task_module(certifier.config) is not None:
-        return changed(certifier.small, keys | dict.fromkeys(flags, False)), ""
-    small = changed(certifier.small, {**keys, **dict.fromkeys(flags, True)})
+        return whole_text, ""
     try:
-        check_to_run(small, world_size=1)
+        check_to_run(documents, world_size=1)
     except ConfigError as error:
-        small = changed(certifier.small, {**keys, **dict.fromkeys(flags, False)})
         left_out.append(f"one document a sequence, since {error.problems[0].message}")
-    return small, "; ".join(left_out)
+        return whole_text, "; ".join(left_out)
+    return documents, "; ".join(left_out)
 
 
 # ---- in one process ------------------------------------------------------------------------------
@@ -229,13 +231,14 @@ def compare(config: JobConfig) -> dict[str, Any]:
     Returns:
         The relative differences of logits, losses and gradients; the verdict if they do not decide it, and a reason.
     """
+    found: dict[str, Any] = {"verdict": "", "differences": {}}
     try:
-        differences, reason = _differences(config)
-        return {"verdict": "", "reason": reason, "differences": differences}
+        found["differences"], found["reason"] = _differences(config)
     except CheckpointError as error:
-        return {"verdict": "unknown", "reason": str(error), "differences": {}}
+        found |= {"verdict": "unknown", "reason": str(error)}
     except ValueError as error:
-        return {"verdict": "differs", "reason": str(error), "differences": {}}
+        found |= {"verdict": "differs", "reason": str(error)}
+    return found
 
 
 def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
