@@ -183,20 +183,22 @@ class _Plan:
             self._recurrence(name, inside)
             return
         experts = [n for n, m in inside.items() if is_kind(m, ExpertModule)]
-        attends = any(part.attention is not None for part in within)
+        attends = (part for part in within if part.attention is not None)
+        attention = next(attends, Part(name, module))  # a feed-forward layer has none
+        style = self._their_style(name)
         if experts:
-            if attends:
+            if attention.attention is not None:
                 raise _Underivable(f"{name} has experts and attention in one module")
             self._put(name, "local_tokens")
             for expert in experts:
                 self._put(expert, "experts")
-        elif isinstance(module, nn.Linear) and self._their_style(name) in (*COLUMNS, *ROWS):
+        elif isinstance(module, nn.Linear) and style in (*COLUMNS, *ROWS):
             # A feed-forward layer whose matrices are the block's own children.
-            self._put(
-                name, "gather_colwise" if self._their_style(name) in COLUMNS else "rowwise"
-            )
-        elif attends or any(self._their_style(n) in (*COLUMNS, *ROWS) for n in inside):
-            self._region(name, module, inside, attends=attends)
+            self._put(name, "gather_colwise" if style in COLUMNS else "rowwise")
+        elif attention.attention or any(
+            self._their_style(n) in (*COLUMNS, *ROWS) for n in inside
+        ):
+            self._region(name, inside, attention)
         elif any(isinstance(m, nn.modules.conv._ConvNd) for m in inside.values()):
             self._put(name, None)
         elif name in inside and len(inside) == 1:
@@ -231,23 +233,19 @@ class _Plan:
                 self._put(inner, "replicated")
                 whole = (*whole, f"{inner}.")
 
-    def _region(
-        self, name: str, module: nn.Module, inside: dict[str, nn.Module], *, attends: bool
-    ) -> None:
+    def _region(self, name: str, inside: dict[str, nn.Module], attention: Part) -> None:
         """Find the styles in attention or a feed-forward layer, whose input is all-gathered over the sequence."""
         own = self.parts[name]
-        parts = (p for n, p in self.parts.items() if n.startswith(name) and p.attention)
-        attention = next(parts, Part(name, module))  # a feed-forward layer has none
         call, (queries, keys, values) = attention.attention, attention.roles
-        own_parameters = dict(module.named_parameters(recurse=False))
+        own_parameters = dict(own.module.named_parameters(recurse=False))
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
                 raise _Underivable(
-                    f"{name} ({type(module).__name__}) holds the parameter {n} outside of its modules"
+                    f"{name} ({type(own.module).__name__}) holds the parameter {n} outside of its modules"
                 )
         if not any(self._their_style(n) in COLUMNS for n in inside):
             raise _Underivable(
-                f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
+                f"transformers names no plan for {name} ({type(own.module).__name__}); [model.plan] may"
             )
         linear = {
             n: self._their_style(n) for n, m in inside.items() if isinstance(m, nn.Linear)
@@ -258,8 +256,9 @@ class _Plan:
         shares_heads = call is not None and call.kv_heads < call.heads
         is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)
         is_fused = is_fused or (shares_heads and bool(columns & queries & keys))
-        is_fused = is_fused or (attends and self.whole_heads)
-        if not attends:  # their plan may say more than the cuts
+        if call is not None:
+            is_fused |= self.whole_heads
+        else:  # their plan may say more than the cuts
             is_fused |= any(self._their_style(n) == "colwise_gather_output" for n in inside)
         number = (
             f":{call.kv_heads}"
