@@ -25,6 +25,7 @@ from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.model import family
 from titan.config.options import put_json, table_parser
+from titan.config.toml import table_beside
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import columns
 from titan.sim.search.auto import choose
@@ -32,7 +33,6 @@ from titan.sim.search.auto import choose
 from .cli import times
 from .law import CHINCHILLA, LEVEL, Fit, load_law
 from .runs import number_in
-from .trials import COMMANDS
 
 _EXPERTS = "qwen3:30B-A3B"  # the alternative with experts
 # Shares of the memory that the formula may use, until a layout fits by simulation. All of it, if there is none with less.
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
-    parser = table_parser("budget", COMMANDS["budget"])
+    parser = table_parser("budget", table_beside(__file__, "commands.toml")["budget"])
     aim = parser.add_mutually_exclusive_group(required=True)
     aim.add_argument("--days", type=_in_range, metavar="D", help="time of the run")
     about = "find the cheapest way to this loss"

@@ -6,13 +6,13 @@ from argparse import ArgumentTypeError
 from typing import Any
 
 from titan.config.options import TRUST_OPTION, put_json, table_parser
+from titan.config.toml import table_beside
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 
 from . import picture
 from . import runs as reading
 from .law import LEAST_SHARE, LEVEL, Fit, Law, Run, fit
-from .trials import COMMANDS
 
 _POOR = 0.05  # of a loss: where the law is off by more, it is not the runs' law
 _FAR = 10.0  # times the FLOPs of the largest run, from which a prediction is called far outside
@@ -28,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
     """
-    parser = table_parser("scaling", COMMANDS["scaling"], size=_size)
+    parser = table_parser(
+        "scaling", table_beside(__file__, "commands.toml")["scaling"], size=_size
+    )
     parser.add_json()
     parser.add_argument("--trust-remote-code", **TRUST_OPTION)
     options = parser.parse_args(argv)

@@ -17,6 +17,7 @@ from titan.config.load import load_config, load_from_argv
 from titan.config.options import mistake, put_json, table_parser
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.diff.command import differing_keys
 from titan.sim.report.intervals import ratio_width
@@ -26,7 +27,6 @@ from .budget import simulated
 from .law import Fit, load_law
 from .paired import FAR, Curve, Estimate
 from .sides import Recipe, measure_of, why_speeds_differ
-from .trials import COMMANDS
 
 # A difference of so many half widths is found in 79% of comparisons with three seeds, and in 90% with ten (drawn).
 _SURE = 2
@@ -71,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
     types = {"steps": "--training.steps={}".format, "flavor": "--model.flavor={}".format}
-    parser = table_parser("compare", COMMANDS["compare"], **types)
+    parser = table_parser(
+        "compare", table_beside(__file__, "commands.toml")["compare"], **types
+    )
     parser.add_json()
     parser.set_defaults(set=[])  # as a sweep without values
     options, words = parser.parse_known_args(argv)

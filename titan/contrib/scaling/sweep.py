@@ -10,9 +10,10 @@ from titan.base.untrusted import InputError
 from titan.checks.rules import load_to_run
 from titan.config.options import mistake, put_json, table_parser
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 
 from . import execute, picture, results, trials
-from .trials import COMMANDS, Trial
+from .trials import Trial
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
-    parser = table_parser("sweep", COMMANDS["sweep"])
+    parser = table_parser("sweep", table_beside(__file__, "commands.toml")["sweep"])
     parser.add_json()
     options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):

@@ -16,9 +16,7 @@ from titan.config.keys import sections_with
 from titan.config.options import mistake
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.config.toml import table_beside
 
-COMMANDS = table_beside(__file__, "commands.toml")
 INDEX = "sweep.json"
 _SEED = "debug.seed"
 _OURS = {_SEED: "seeds are --seeds N", "job.dump_folder": "each run has its own; use --folder"}
