@@ -187,7 +187,9 @@ def visible_devices(variable: str) -> list[str] | None:
 
 
 def device_share(number: int, size: int) -> dict[str, str]:
-    """Return the environment of a child process that gets its part of this process's accelerators; {} without any.
+    """Return the environment of a child process that gets a part of this process's accelerators.
+
+    Without accelerators it is empty.
 
     Args:
         number: number of the part.

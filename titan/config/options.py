@@ -213,7 +213,8 @@ def add_options(
     Args:
         parser: the parser.
         options: of each option its names as `name`, and the settings of `add_argument`.
-        types: functions that parse a value, by the name that the table has for them. int, path, positive and whole are known.
+        types: functions that parse a value, by the name that the table has for them. int, path,
+            positive and whole are known.
     """
     known = {"int": int, "path": Path, "positive": positive, "whole": whole, **types}
     for option in options:

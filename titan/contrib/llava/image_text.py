@@ -271,7 +271,7 @@ class DescribePictures(NextToken):
         return make
 
     def _inputs(self, images: Tensor, tokens_BS: Tensor) -> dict[str, Tensor]:
-        """Return the model's inputs beside the tokens: pictures, and the index of the patch at each position."""
+        """Return the model's inputs beside the tokens: pictures, and the patch at each position."""
         index_BS = image_index(tokens_BS, image_token=self.sizes.image_token)
         return {"images": images.to(tokens_BS.device), "image_index_BS": index_BS}
 

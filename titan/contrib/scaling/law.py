@@ -115,9 +115,10 @@ def load_law(file: Path) -> Fit:
     return parse_json(read_bytes(file), Fit, name=f"{file}: no law of titan scaling")
 
 
-# The corrected fit to Chinchilla's runs (Besiroglu et al. 2024, arXiv:2404.10102, table 1). The constants that Hoffmann et al. printed
-# are rounded, and their best sizes are not those of the paper's other two approaches. The runs are the bounds of Hoffmann et al.:
-# 70 million to 16 billion parameters, 5 billion tokens or more, and at most 3e21 FLOPs.
+# The corrected fit to Chinchilla's runs (Besiroglu et al. 2024, arXiv:2404.10102, table 1). The
+# constants that Hoffmann et al. printed are rounded, and their best sizes are not those of the
+# paper's other two approaches. The runs are the bounds of Hoffmann et al.: 70 million to 16 billion
+# parameters, 5 billion tokens or more, and at most 3e21 FLOPs.
 CHINCHILLA = load_law(Path(__file__).with_name("chinchilla.json"))
 
 

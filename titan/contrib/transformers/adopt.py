@@ -1,8 +1,9 @@
 """Adoption of transformers' modules by `TransformersModel`, under titan's names.
 
-The blocks of Qwen3, for example, are the list `model.layers`. They become the children of `layers`. `model.embed_tokens` becomes
-`tok_embeddings`, `lm_head` becomes `output`, and the other modules beside the path to the blocks keep their names, such as
-`model.norm` as `norm`. In their old places are stand-ins (stand_ins.py), through which transformers' forward pass finds them.
+The blocks of Qwen3, for example, are the list `model.layers`. They become the children of `layers`.
+`model.embed_tokens` becomes `tok_embeddings`, `lm_head` becomes `output`, and the other modules
+beside the path to the blocks keep their names, such as `model.norm` as `norm`. In their old places
+are stand-ins (stand_ins.py), through which transformers' forward pass finds them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ class Ends:
 
 
 def adopt(model: Any, hf: Any) -> Ends:
-    """Make all modules of transformers' model children of titan's, and return the names of those with parameters.
+    """Make all modules of transformers' model children of titan's.
 
     Args:
         model: the `TransformersModel`.
         hf: transformers' model.
+
+    Returns:
+        The names of the children with parameters, but for the blocks.
 
     Raises:
         UnsupportedModelError: titan cannot lay out the model.
@@ -84,7 +88,8 @@ def _move(model: Any, hf: Any, path: list[str], blocks: nn.ModuleList) -> Ends:
     for depth, step in enumerate(path, start=1):
         if own := [*owner._parameters, *owner._buffers]:
             raise UnsupportedModelError(f"{type(owner).__name__} itself has {own[0]}")
-        # Only the owner of the blocks has modules before them. What follows it, such as the output layer, is after them.
+        # Only the owner of the blocks has modules before them. Those that follow it, such as the
+        # output layer, are after them.
         before = ends.first if depth == len(path) else ends.last
         for name, child in list(owner.named_children()):
             if name == step:

@@ -37,6 +37,6 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def hint(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return a hint to append to a message: the known word that is most like this one, or nothing."""
+    """Return a hint to append to a message: the known word most like this one, or nothing."""
     near = get_close_matches(word, known, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""

@@ -33,8 +33,9 @@ from titan.parallel.module_kinds import SequenceModule
 from titan.parallel.ring import SequencePart
 
 State = Tensor | Callable[[Tensor, Tensor], Tensor] | None
-"""State before the first position, (B, H, K, V). None: zeros. Or a function that returns it, for which the sequence is an affine map: it
-takes the state after the last position if that before the first is zero, and the linear map of the rest (see `pass_through`)."""
+"""State before the first position, (B, H, K, V). None: zeros. Or a function that returns it, for
+which the sequence is an affine map: it takes the state after the last position if that before the
+first is zero, and the linear map of the rest (see `pass_through`)."""
 
 
 @dataclass(frozen=True)

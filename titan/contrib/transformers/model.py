@@ -40,7 +40,7 @@ class TransformersModel(nn.Module):
         hf_names: prefixes of our names and of transformers', for those of parameters.
         on_all_stages: children that every pipeline stage has: rotary embeddings, which have no parameters.
         inits: how each parameter begins.
-        disk: names on disk, by the name in the first block that was asked for, with the number of that block.
+        disk: names on disk by parameter, in the first block that was asked for, with its number.
         received: on a later pipeline stage, during a forward pass: its input.
         returns: number of values that a block returns as a tuple; 0: a tensor.
         reads_twice: name of a block that reads two hidden states, or "".

@@ -26,11 +26,11 @@ def short_convolution(
 
     Args:
         x_BSD: Input.
-        weight_DW: Factors of a position and the W - 1 positions before it. The last is the position's own.
+        weight_DW: Factors of a position and the W - 1 positions before it, its own the last.
         bias_D: Bias of each channel, or None.
         borders: Borders of this rank's part of the sequence.
-        document_ids_BS: Numbers of the documents that are packed into each sequence, int64, or their `DocumentMask`. A position
-            sees its own document only. None: no documents.
+        document_ids_BS: Numbers of the documents that are packed into each sequence, int64, or
+            their `DocumentMask`. A position sees its own document only. None: no documents.
 
     Raises:
         ValueError: A rank's pieces of the sequence are shorter than W - 1 positions.
