@@ -66,7 +66,7 @@ LAYOUTS = [
 DEFAULT = {
     ("sinks", "CP ring"),
     ("sinks", "TP+SP"),
-}  # tests/models/test_transformers.py has others of transformers
+}  # titan/contrib/transformers/tests/test_transformers.py has others of transformers
 MODELS: dict[str, Any] = {
     "mistral": {"model": ("transformers", str(HERE / "mistral.json"))},
     # Two of four layers are global, with another rotary table. Weights of its norms begin at zero: they are AdamW's steps and

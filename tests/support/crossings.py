@@ -97,7 +97,7 @@ BESIDE = {
     "ring and Ulysses, contiguous parts, 1F1B, Interleaved1F1B, EP, documents with positions that restart, compile, full and op AC, up to "
     "three at a time. Nothing crosses it with DDP, HSDP, ZeRO-2, InterleavedZeroBubble, float8, MTP, Muon, "
     "frozen parameters or the host; accumulation only through pipelines",
-    "average of the weights": "tests/optim/test_average.py crosses it with FSDP2, DDP, HSDP, TP, CP and 1F1B, one at a time. Nothing "
+    "average of the weights": "titan/contrib/averages/tests/test_average.py crosses it with FSDP2, DDP, HSDP, TP, CP and 1F1B, one at a time. Nothing "
     "crosses it with experts, compile, float8, Muon, frozen parameters or weights on the host",
 }
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from tests.models import test_llava
 from tests.parity import test_composition, test_flux, test_moe, test_parity, test_windows
 from tests.support.layouts import Layout
+from titan.contrib.llava.tests import test_llava
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _NAMES = {

@@ -186,6 +186,24 @@ def visible_devices(variable: str) -> list[str] | None:
     return list(takewhile(lambda name: name not in ("", "-1"), names))
 
 
+def device_share(number: int, size: int) -> dict[str, str]:
+    """Return the environment of a child process that gets a part of this process's accelerators.
+
+    Without accelerators it is empty.
+
+    Args:
+        number: number of the part.
+        size: accelerators of each part.
+    """
+    if not (count := count_accelerators()):
+        return {}
+    # HIP reads CUDA's variable unless its own is set.
+    variables = ["CUDA_VISIBLE_DEVICES", *({"HIP_VISIBLE_DEVICES"} & os.environ.keys())]
+    names = {name: visible_devices(name) or [*map(str, range(count))] for name in variables}
+    part = slice(number * size, (number + 1) * size)
+    return {name: ",".join(devices[part]) for name, devices in names.items()}
+
+
 def _num_visible(variable: str) -> list[int]:
     """Return the number of devices that a variable names, in a list; an empty list if it is unset."""
     names = visible_devices(variable)

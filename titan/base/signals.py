@@ -18,9 +18,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
+from typing import Any
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
 EXIT_INTERRUPTED = 130  # as shells say it: 128 + SIGINT
@@ -146,6 +148,22 @@ def leave(code: int, report: Callable[[], None], *, within_s: float = _REPORT_S)
     """
     _start(report).join(within_s)
     os._exit(code)
+
+
+@contextmanager
+def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+    """Handle signals in another way within a block. Only the main thread may enter it.
+
+    Args:
+        numbers: the signals.
+        handler: as for signal.signal.
+    """
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def has_agent() -> bool:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -201,6 +201,42 @@ def whole(text: str, least: int = 0, digits: int = 6) -> int:
 def positive(text: str) -> int:
     """Parse an option's whole number of at least 1."""
     return whole(text, least=1)
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    options: Iterable[Mapping[str, Any]],
+    **types: Callable[[str], Any],
+) -> None:
+    """Add options that a table in TOML describes.
+
+    Args:
+        parser: the parser.
+        options: of each option its names as `name`, and the settings of `add_argument`.
+        types: functions that parse a value, by the name that the table has for them. int, path,
+            positive and whole are known.
+    """
+    known = {"int": int, "path": Path, "positive": positive, "whole": whole, **types}
+    for option in options:
+        settings = {key: value for key, value in option.items() if key != "name"}
+        if "type" in settings:
+            settings["type"] = known[settings["type"]]
+        parser.add_argument(*option["name"].split(), **settings)
+
+
+def table_parser(
+    name: str, table: Mapping[str, Any], **types: Callable[[str], Any]
+) -> CommandParser:
+    """Return a parser for the options of `titan NAME`, which a table in TOML describes.
+
+    Args:
+        name: name of the command.
+        table: `summary`, `options`, and `usage` if argparse is not to make it.
+        types: see `add_options`.
+    """
+    parser = command_parser(name, table.get("usage", "").strip(), summary=table["summary"])
+    add_options(parser, table["options"], **types)
+    return parser
 
 
 def add_new_layout(parser: argparse.ArgumentParser) -> None:

@@ -62,6 +62,16 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         raise ConfigError([_explain(error, path=path, text=text)]) from None
 
 
+def table_beside(module: str, name: str) -> dict[str, Any]:
+    """Return the content of a TOML file of titan's own.
+
+    Args:
+        module: `__file__` of a module.
+        name: name of the file, in the same folder.
+    """
+    return tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8"))
+
+
 def parse_value(text: str) -> Any:
     """Return `text` as a TOML value.
 

@@ -37,6 +37,7 @@ from titan.base.signals import (
     STOPPING,
     child_environment,
     die_with_parent,
+    handled,
 )
 from titan.config.options import is_quiet
 
@@ -75,13 +76,9 @@ def launch(
             )
     # Its own session: a Ctrl-C reaches this process alone, which passes it on once.
     agent = subprocess.Popen(command, env=environment(num_processes), start_new_session=True)
-    handlers = {number: signal.signal(number, _forwarder(agent)) for number in FORWARDED}
-    try:
+    # The caller's handlers come back: `titan train` may be called from a program.
+    with handled(FORWARDED, _forwarder(agent)):
         code = agent.wait()
-    finally:
-        # The caller's handlers: `titan train` may be called from a program.
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     if code < 0 and -code != signal.SIGTERM:  # we send SIGTERM to torchrun while it starts
         # Its ranks end with it, and no other process is left to report this.
         name = signal.Signals(-code).name

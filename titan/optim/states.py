@@ -28,6 +28,21 @@ class Allocates:
                 if not self.state[parameter]:
                     self.init_state(parameter)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as torch does, without its cast of every state to the weights' precision.
+
+        Args:
+            state_dict: The saved state.
+        """
+        super().load_state_dict(state_dict)  # pyrefly: ignore[missing-attribute]
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for i, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                # "step" stays on the host.
+                if name != "step":
+                    self.state[parameter][name] = value.to(parameter.device)
+
 
 def begin_step(optimizer: Allocates, group: dict[str, Any]) -> list[Tensor]:
     """Return a group's parameters that have gradients, after creating missing states and counting the step.
@@ -43,23 +58,6 @@ def begin_step(optimizer: Allocates, group: dict[str, Any]) -> list[Tensor]:
     if parameters:
         torch._foreach_add_([optimizer.state[p]["step"] for p in parameters], 1)
     return parameters
-
-
-def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load a state as torch's load_state_dict does, without its cast of every state to the weights' precision.
-
-    Args:
-        optimizer: The optimizer.
-        state_dict: Its saved state.
-    """
-    torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
-    saved = (i for group in state_dict["param_groups"] for i in group["params"])
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    for i, parameter in zip(saved, parameters, strict=True):
-        for name, value in state_dict["state"].get(i, {}).items():
-            # "step" stays on the host.
-            if name != "step":
-                optimizer.state[parameter][name] = value.to(parameter.device)
 
 
 def local(tensor: Tensor | None) -> Tensor:

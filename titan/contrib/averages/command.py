@@ -19,9 +19,10 @@ from titan.checkpoint.identity import require_one_tokenizer
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.saved_model import find_saved
 from titan.checkpoint.storage import Location, as_location, join, name_of
-from titan.config.options import command_parser, mistake, positive
+from titan.config.options import mistake, table_parser
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
+from titan.config.toml import table_beside
 from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files
 
 if TYPE_CHECKING:
@@ -111,23 +112,8 @@ def _mean(
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return its exit code."""
-    parser = command_parser("average", summary="Write the mean of the weights of checkpoints.")
-    add = parser.add_argument
-    add(
-        "sources",
-        nargs="+",
-        type=as_location,
-        metavar="STEP_DIR",
-        help="a step-N folder or its URL, or a run folder (its newest step, or --last)",
-    )
-    add("--output", type=Path, metavar="OUT", required=True, help="a new folder")
-    add("--weights", metavar="W,...", help="a number for each checkpoint; default: equal ones")
-    add(
-        "--last",
-        type=positive,
-        metavar="N",
-        help="the newest N steps of the one folder that is named",
-    )
+    table = table_beside(__file__, "command.toml")
+    parser = table_parser("average", table, location=as_location)
     args = parser.parse_args(argv)
     sources: list[Location] = args.sources
     if args.last is not None:

@@ -11,31 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from titan.checkpoint.identity import change_lines, differing, leaves
-from titan.config.toml import tomllib
+from titan.config.toml import table_beside, tomllib
 from titan.ops.replicas import ReplicaError
 
 # Quorums in a row whose groups cannot connect. A group that would join ends after two (replica_groups.py), so before the others.
 MOST_APART = 3
 
 # What a group writes about itself, what it reads in advance and what `titan sim` assumes. A section covers its keys.
-HARMLESS: tuple[str, ...] = (
-    "job",
-    "metrics",
-    "profiling",
-    "hardware",
-    "simulator",
-    "training.dataloader",
-    "training.gc_freq",
-    "training.expandable_segments",
-    "data.cache_folder",
-    "compile.cache_folder",
-    "comm.trace_buf_size",
-    "comm.save_traces_folder",
-    "comm.save_traces_file_prefix",
-    "comm.numa_binding",
-    "fault_tolerance.replica_id",
-    "fault_tolerance.lighthouse",
-)
+HARMLESS: list[str] = table_beside(__file__, "tables.toml")["harmless"]
 
 
 class GroupLeaves(ReplicaError):

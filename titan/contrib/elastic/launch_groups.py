@@ -22,11 +22,12 @@ from typing import IO, Any
 
 from titan.base import hardware
 from titan.base.run_writer import write_text_atomically
-from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, handled
 from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
-from titan.config.options import mistake, positive
+from titan.config.options import add_options, mistake
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 from titan.run.launch_extension import LaunchExtension
 
 from .section import groups_of
@@ -44,18 +45,7 @@ class GroupLauncher(LaunchExtension):
     usage = "[--elastic --groups G]"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        add = parser.add_argument
-        add(
-            "--elastic",
-            action="store_true",
-            help="train in replica groups of --nproc processes, which may fail one by one; --max-restarts is of each group, by default 100",
-        )
-        add(
-            "--groups",
-            type=positive,
-            metavar="G",
-            help="with --elastic: replica groups; default: 2",
-        )
+        add_options(parser, table_beside(__file__, "tables.toml")["train"])
 
     def launch(
         self, options: Namespace, argv: Sequence[str], load: Callable[[int], JobConfig]
@@ -124,7 +114,7 @@ def launch_groups(
                 f"--fault_tolerance.replica_id={number}",
                 f"--job.dump_folder={run / f'group-{number}'}",
             ],
-            variables | _devices_of(number, num_processes),
+            variables | hardware.device_share(number, num_processes),
         )
         for number in range(num_groups)
     ]
@@ -134,14 +124,12 @@ def launch_groups(
         for group in groups:
             group.signal(number)
 
-    handlers = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
-        while living := [group for group in groups if group.poll(max_restarts)]:
-            living[0].is_shown = True
-            time.sleep(0.2)
+        with handled(FORWARDED, forward):
+            while living := [group for group in groups if group.poll(max_restarts)]:
+                living[0].is_shown = True
+                time.sleep(0.2)
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if lighthouse is not None:
             lighthouse.shutdown()
     codes = {group.code for group in groups}
@@ -170,19 +158,6 @@ def processes_of_group(num_groups: int, asked: int | None) -> int:
         else f"{count} accelerators do not divide among {num_groups} groups; use --groups {known}, or --nproc {each} to leave some idle"
     )
     raise mistake("--nproc" if asked else "--groups", message)
-
-
-def _devices_of(group: int, num_processes: int) -> dict[str, str]:
-    """Return the environment variables that show a group its part of the accelerators of this process."""
-    if not (count := hardware.count_accelerators()):
-        return {}
-    part = slice(group * num_processes, (group + 1) * num_processes)
-    # HIP reads CUDA's variable unless its own is set.
-    variables = ["CUDA_VISIBLE_DEVICES", *({"HIP_VISIBLE_DEVICES"} & os.environ.keys())]
-    names = {
-        name: hardware.visible_devices(name) or [*map(str, range(count))] for name in variables
-    }
-    return {name: ",".join(devices[part]) for name, devices in names.items()}
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:
@@ -268,24 +243,21 @@ class _Group:
         if code is None:
             return True
         self.code = abs(code)
-        if code in _ENDS or self.is_stopped:
+        lives = False
+        if code not in _ENDS and not self.is_stopped:
+            lives = self.restarts < max_restarts
+            self.restarts += lives
+            again = f"not started again (--max-restarts {max_restarts}); other groups go on"
+            if lives:
+                again = f"started again, {self.restarts} of {max_restarts} times"
+            name = signal.Signals(-code).name if code < 0 else ""
+            end = f"was ended by {name}" if name else f"ended with {code}"
+            print(f"group {self.number} | {end}: {again}", flush=True)
+        if lives:
+            self._start()
+        else:
             self.process, self.is_shown = None, False
-            return False
-        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        if self.restarts >= max_restarts:
-            print(
-                f"group {self.number} | {end}: not started again (--max-restarts {max_restarts}); other groups go on",
-                flush=True,
-            )
-            self.process, self.is_shown = None, False
-            return False
-        self.restarts += 1
-        print(
-            f"group {self.number} | {end}: started again, {self.restarts} of {max_restarts} times",
-            flush=True,
-        )
-        self._start()
-        return True
+        return lives
 
     def signal(self, number: int) -> None:
         """Pass a signal on. A group that is asked to stop is not started again."""

@@ -8,8 +8,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan.config.options import positive
+from titan.config.options import add_options
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 from titan.ops.cluster.slurm import SlurmExtension, directive_lines
 
 
@@ -19,14 +20,7 @@ class GroupScripts(SlurmExtension):
     usage = "[--elastic --groups G]"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        add = parser.add_argument
-        add(
-            "--groups",
-            type=positive,
-            metavar="G",
-            help="make an array of G jobs, replica groups of --nodes machines each",
-        )
-        add("--elastic", action="store_true", help="replica groups; two without --groups")
+        add_options(parser, table_beside(__file__, "tables.toml")["slurm"])
 
     def array(self, options: Namespace) -> str | None:
         return f"0-{_count(options) - 1}" if _count(options) else None

@@ -35,15 +35,16 @@ from titan.config.errors import did_you_mean, foreign
 from titan.config.layout import Layout
 from titan.config.options import (
     TRUST_OPTION,
+    add_options,
     command_parser,
     known_options,
     mistake,
-    positive,
     put_json,
 )
 from titan.config.plug_ins import door, parts_of
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 from titan.data import DataError
 from titan.ops.launch import launch_command
 from titan.sim.report.text import columns
@@ -94,19 +95,9 @@ def parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     names = [*shipped(), ".jsonl files (docs/evaluation.md)", *(e.about for e in extensions())]
     add("--tasks", required=True, metavar="A,B", help=", ".join(names))
     add("--average", **AVERAGE_OPTION)
-    add("--nproc", type=positive, default=1, metavar="N", help="processes; default: 1")
-    add(
-        "--num-examples",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="of each task; default: all",
-    )
+    add_options(parser, table_beside(__file__, "options.toml")["evaluate"])
     for extension in extensions():
         extension.add_options(parser)
-    add(
-        "--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8"
-    )
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
     parser.add_json()

@@ -6,7 +6,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan.config.options import whole
+from titan.config.options import add_options
+from titan.config.toml import table_beside
 from titan.data import require
 
 from .evaluate import EvaluateExtension
@@ -21,14 +22,7 @@ class LmEval(EvaluateExtension):
     about = "or names of lm-eval"
 
     def add_options(self, parser: ArgumentParser) -> None:
-        add = parser.add_argument
-        add(
-            "--num-fewshot",
-            type=whole,
-            metavar="N",
-            help="of lm-eval's tasks; default: the task's",
-        )
-        add("--include-path", metavar="FOLDER", help="more tasks of lm-eval, as YAML")
+        add_options(parser, table_beside(__file__, "options.toml")["lm_eval"])
 
     def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:
         require(

@@ -10,51 +10,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from titan.config.toml import table_beside
 from titan.models.common import hf_names
 
 from .config import FluxConfig
 
 ARCHITECTURES = {"FluxTransformer2DModel": "FluxTransformer2DModel"}
 
-_TOP = {
-    "tok_embeddings.patches": "x_embedder",
-    "tok_embeddings.context": "context_embedder",
-    "tok_embeddings.time": "time_text_embed.timestep_embedder",
-    "tok_embeddings.guidance": "time_text_embed.guidance_embedder",
-    "tok_embeddings.pooled": "time_text_embed.text_embedder",
-    "norm.modulation": "norm_out.linear",
-    "output": "proj_out",
-}
-_HEADS = {f"heads.w{x}": f"attn.to_{x}" for x in "qkv"} | {
-    f"heads.{x}_norm": f"attn.norm_{x}" for x in "qk"
-}
-_PATCHES = {
-    **_HEADS,
-    "modulation": "norm1.linear",
-    "wo": "attn.to_out.0",
-    "feed_forward.w1": "ff.net.0.proj",
-    "feed_forward.w2": "ff.net.2",
-}
-_CONTEXT = {
-    **{f"heads.w{x}": f"attn.add_{x}_proj" for x in "qkv"},
-    **{f"heads.{x}_norm": f"attn.norm_added_{x}" for x in "qk"},
-    "modulation": "norm1_context.linear",
-    "wo": "attn.to_add_out",
-    "feed_forward.w1": "ff_context.net.0.proj",
-    "feed_forward.w2": "ff_context.net.2",
-}
-_DOUBLE = {
-    **{f"patch_stream.{ours}": theirs for ours, theirs in _PATCHES.items()},
-    **{f"context_stream.{ours}": theirs for ours, theirs in _CONTEXT.items()},
-}
-# `wo` and `w2` side by side, in this order.
-_SINGLE = {
-    **{f"joint.{ours}": theirs for ours, theirs in _HEADS.items()},
-    "modulation": "norm.linear",
-    "joint.w1": "proj_mlp",
-    "joint.wo": "proj_out",
-    "joint.w2": "proj_out",
-}
+_NAMES = table_beside(__file__, "names.toml")
 _FIELDS: tuple[hf_names.Field, ...] = (
     ("n_double", "num_layers", ...),
     ("n_heads", "num_attention_heads", ...),
@@ -73,15 +36,13 @@ def hf_name_of(sizes: FluxConfig) -> Callable[[str], str]:
 
     def name_of(name: str) -> str:
         name, _, kind = name.rpartition(".")
-        if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
-            number = int(match[1])
-            if number < sizes.n_double:
-                return f"transformer_blocks.{number}.{_DOUBLE[match[2]]}.{kind}"
-            number -= sizes.n_double
-            return f"single_transformer_blocks.{number}.{_SINGLE[match[2]]}.{kind}"
-        if match := re.fullmatch(r"(.+)_(in|out)", name):
-            return f"{_TOP[match[1]]}.linear_{1 if match[2] == 'in' else 2}.{kind}"
-        return f"{_TOP[name]}.{kind}"
+        if not (match := re.fullmatch(r"layers\.(\d+)\.(.+)", name)):
+            return f"{_NAMES['top'][name]}.{kind}"
+        number, part = int(match[1]), match[2]
+        if number < sizes.n_double:
+            return f"transformer_blocks.{number}.{_NAMES['double'][part]}.{kind}"
+        number -= sizes.n_double
+        return f"single_transformer_blocks.{number}.{_NAMES['single'][part]}.{kind}"
 
     return name_of
 

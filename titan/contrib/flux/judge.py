@@ -5,7 +5,6 @@ B batch, S patches, T context positions, C channels, A axes of a position
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.config.schema import JobConfig
-from titan.step.train_step import TrainStep
+from titan.tasks.base import Microbatch
 
 from .config import FluxConfig
 from .flow_matching import FlowBatch
@@ -37,30 +36,20 @@ class FluxJudge:
             raise ValueError(f"{wrong}")
         return model.eval()
 
-    def pairs(
-        self, step: TrainStep, theirs: Any
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        [model] = step.model_parts
-        for seed in (1, 2):
-            batch = step.task.random_batch(seed)
-            assert isinstance(batch, FlowBatch)
-            local = step.to_local(batch)
-            ours_BSC = model(local.input, **local.inputs)
-            time_B11 = batch.time_B[:, None, None]
-            noisy_BSC = batch.patches_BSC.lerp(batch.noise_BSC, time_B11)
-            expected_BSC = theirs(
-                hidden_states=noisy_BSC,
-                encoder_hidden_states=batch.context_BTC,
-                pooled_projections=batch.pooled_BC,
-                timestep=batch.time_B,
-                guidance=local.inputs.get("guidance_B"),
-                img_ids=batch.positions_BSA[0].float(),
-                txt_ids=torch.zeros(batch.context_BTC.shape[1], 3),
-            ).sample
-            velocity_BSC = batch.noise_BSC - batch.patches_BSC
-            their_loss = F.mse_loss(expected_BSC, velocity_BSC, reduction="sum")
-            loss = step.loss_sum(ours_BSC, local.targets)
-            yield ours_BSC, expected_BSC, loss, their_loss
+    def compute(
+        self, theirs: Any, batch: FlowBatch, local: Microbatch
+    ) -> tuple[Tensor, Tensor]:
+        expected_BSC = theirs(
+            hidden_states=batch.patches_BSC.lerp(batch.noise_BSC, batch.time_B[:, None, None]),
+            encoder_hidden_states=batch.context_BTC,
+            pooled_projections=batch.pooled_BC,
+            timestep=batch.time_B,
+            guidance=local.inputs.get("guidance_B"),
+            img_ids=batch.positions_BSA[0].float(),
+            txt_ids=torch.zeros(batch.context_BTC.shape[1], 3),
+        ).sample
+        velocity_BSC = batch.noise_BSC - batch.patches_BSC
+        return expected_BSC, F.mse_loss(expected_BSC, velocity_BSC, reduction="sum")
 
 
 judge = FluxJudge()

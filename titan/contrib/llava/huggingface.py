@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from titan.config.toml import table_beside
 from titan.models.common import hf_names
 from titan.models.llama3 import huggingface as llama3
 
@@ -22,26 +23,7 @@ _VISION = "vision_tower.vision_model."
 # transformers 5 writes the second spelling.
 SPELLINGS = ((_VISION, "vision_tower."),)
 
-_TOP = {
-    "vision.embed.patches": f"{_VISION}embeddings.patch_embedding.weight",
-    "vision.embed.class_token": f"{_VISION}embeddings.class_embedding",
-    "vision.embed.positions": f"{_VISION}embeddings.position_embedding.weight",
-}
-_PARTS = {
-    "vision.norm": f"{_VISION}pre_layrnorm",
-    "projector.w1": "multi_modal_projector.linear_1",
-    "projector.w2": "multi_modal_projector.linear_2",
-}
-_BLOCK = {
-    "attention_norm": "layer_norm1",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.out_proj",
-    "ffn_norm": "layer_norm2",
-    "feed_forward.w1": "mlp.fc1",
-    "feed_forward.w2": "mlp.fc2",
-}
+_NAMES = table_beside(__file__, "names.toml")
 _VISION_FIELDS: tuple[hf_names.Field, ...] = (
     ("vision_dim", "hidden_size", ...),
     ("vision_heads", "num_attention_heads", ...),
@@ -50,16 +32,7 @@ _VISION_FIELDS: tuple[hf_names.Field, ...] = (
     ("patch_size", "patch_size", ...),
     ("vision_norm_eps", "layer_norm_eps", ...),
 )
-_ONLY = {
-    "projector_hidden_act": "gelu",
-    "multimodal_projector_bias": True,
-    "vision_feature_select_strategy": "default",
-}
-_ONLY_VISION = {
-    "hidden_act": "quick_gelu",
-    "num_channels": 3,
-    "model_type": "clip_vision_model",
-}
+_ONLY, _ONLY_VISION = _NAMES["only"], _NAMES["only_vision"]
 
 
 def hf_name(name: str) -> str:
@@ -68,15 +41,15 @@ def hf_name(name: str) -> str:
     Raises:
         KeyError: LLaVA has no parameter of this name.
     """
-    if name in _TOP:
-        return _TOP[name]
+    if name in _NAMES["top"]:
+        return _NAMES["top"][name]
     module, _, leaf = name.rpartition(".")
-    if module in _PARTS:
-        return f"{_PARTS[module]}.{leaf}"
+    if module in _NAMES["modules"]:
+        return f"{_NAMES['modules'][module]}.{leaf}"
     if not name.startswith("vision."):
         return f"language_model.{llama3.hf_name(name)}"
     _, _, number, part = module.split(".", 3)
-    return f"{_VISION}encoder.layers.{number}.{_BLOCK[part]}.{leaf}"
+    return f"{_VISION}encoder.layers.{number}.{_NAMES['block'][part]}.{leaf}"
 
 
 def hf_config(config: LlavaConfig) -> Fields:

@@ -11,7 +11,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -49,7 +49,6 @@ from .huggingface import IMAGE_MEAN, IMAGE_STD
 from .image_text_options import ImageTextOptions
 from .model import Llava
 
-_ROW = ("images", "image_index_BS")
 _DRAWN = 24  # at most, of the pictures that are described
 
 
@@ -264,13 +263,17 @@ class DescribePictures(NextToken):
         pack_rows = collate_rows(samples, self.config.data)
 
         def make(drawn: tuple[ndarray, ndarray], *, first_sample: int) -> PictureBatch:
-            batch, images = pack_rows(drawn[0], first_sample=first_sample), drawn[1]
-            assert isinstance(batch, Batch)
-            return PictureBatch.of(
-                batch, torch.from_numpy(images), image_token=self.sizes.image_token
-            )
+            rows_BT, images = drawn
+            batch: Any = pack_rows(rows_BT, first_sample=first_sample)
+            token = self.sizes.image_token
+            return PictureBatch.of(batch, torch.from_numpy(images), image_token=token)
 
         return make
+
+    def _inputs(self, images: Tensor, tokens_BS: Tensor) -> dict[str, Tensor]:
+        """Return the model's inputs beside the tokens: pictures, and the patch at each position."""
+        index_BS = image_index(tokens_BS, image_token=self.sizes.image_token)
+        return {"images": images.to(tokens_BS.device), "image_index_BS": index_BS}
 
     def describe(self) -> str:
         tokenizer = f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens"
@@ -302,9 +305,8 @@ class DescribePictures(NextToken):
 
     def microbatch(self, batch: Any) -> Microbatch:
         text = super().microbatch(batch)
-        return replace(
-            text, inputs={**text.inputs, **{name: getattr(batch, name) for name in _ROW}}
-        )
+        pictures = {"images": batch.images, "image_index_BS": batch.image_index_BS}
+        return replace(text, inputs={**text.inputs, **pictures})
 
     def report(
         self, run: SampleContext, *, loss: float, num_valid: float, measured: float
@@ -333,12 +335,7 @@ class DescribePictures(NextToken):
         begin = begin_ids(tokenizer, add_bos=self.config.data.add_bos)
         pixels = Pictures(file.parent, [text], [file]).pixels(0, side=self.sizes.image_size)
         images = torch.from_numpy(patches_of(pixels, self.sizes))[None, None]
-
-        def inputs(tokens_BS: Tensor) -> dict[str, Tensor]:
-            index_BS = image_index(tokens_BS, image_token=token)
-            return dict(zip(_ROW, (images.to(tokens_BS.device), index_BS), strict=True))
-
-        return [*(begin or ()), *ids], inputs
+        return [*(begin or ()), *ids], partial(self._inputs, images)
 
     @torch.no_grad()
     def generate(self, run: SampleContext) -> None:
@@ -375,15 +372,10 @@ class DescribePictures(NextToken):
 
     def _describe(self, model: nn.Module, images_NPC: Tensor) -> list[str]:
         """Return a description of each picture."""
-        token, stop, count = self.sizes.image_token, self.tokenizer.eos_id, len(images_NPC)
         head = [] if self.special_tokens.bos_id is None else [self.special_tokens.bos_id]
-        prompt = [*head, *[token] * self.sizes.num_patches]
-
-        def inputs(tokens_NS: Tensor) -> dict[str, Tensor]:
-            index_NS = image_index(tokens_NS, image_token=token)
-            return dict(zip(_ROW, (images_NPC[:, None], index_NS), strict=True))
-
-        most = self.options.max_new_tokens
-        generator = Generator(model=model, max_new_tokens=most, stop={stop})
-        found = generator.complete([prompt] * count, inputs_of=inputs)
+        prompt = [*head, *[self.sizes.image_token] * self.sizes.num_patches]
+        most, stop = self.options.max_new_tokens, {self.tokenizer.eos_id}
+        generator = Generator(model=model, max_new_tokens=most, stop=stop)
+        inputs = partial(self._inputs, images_NPC[:, None])
+        found = generator.complete([prompt] * len(images_NPC), inputs_of=inputs)
         return [self.tokenizer.decode(ids) for ids in found]

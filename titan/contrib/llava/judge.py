@@ -5,7 +5,6 @@ B batch, S sequence, I pictures of a sequence, P patches, C channels of a patch,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from titan.config.schema import JobConfig
 from titan.losses.loss import IGNORED
-from titan.step.train_step import TrainStep
+from titan.tasks.base import Microbatch
 
 from .config import LlavaConfig
 from .image_text import PictureBatch
@@ -44,30 +43,23 @@ class LlavaJudge:
             raise ValueError(f"missing_keys: {', '.join(missing)}")
         return model.eval()
 
-    def pairs(
-        self, step: TrainStep, theirs: Any
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        [model] = step.model_parts
-        sizes: Any = step.config.model.sizes
-        side, across = sizes.patch_size, sizes.image_size // sizes.patch_size
-        for seed in (1, 2):
-            batch = step.task.random_batch(seed)
-            assert isinstance(batch, PictureBatch)
-            local = step.to_local(batch)
-            ours_BSV = model(local.input, **local.inputs)
-            # Every other sequence begins with one picture.
-            patches = batch.images[::2, 0].unflatten(1, (across, across))
-            pixels = patches.unflatten(3, (3, side, side)).permute(0, 3, 1, 4, 2, 5)
-            pixels = pixels.flatten(4, 5).flatten(2, 3)
-            expected_BSV = theirs(batch.tokens_BS, pixel_values=pixels, use_cache=False).logits
-            their_loss = F.cross_entropy(
-                expected_BSV.flatten(0, 1),
-                batch.labels_BS.flatten(),
-                ignore_index=IGNORED,
-                reduction="sum",
-            )
-            loss = step.loss_sum(ours_BSV, local.targets)
-            yield ours_BSV, expected_BSV, loss, their_loss
+    def compute(
+        self, theirs: Any, batch: PictureBatch, local: Microbatch
+    ) -> tuple[Tensor, Tensor]:
+        # Every other sequence begins with one picture.
+        patches, side = batch.images[::2, 0], theirs.config.vision_config.patch_size
+        across = theirs.config.vision_config.image_size // side
+        # (N, P, C) -> (N, 3, height, width)
+        pixels = patches.view(-1, across, across, 3, side, side).permute(0, 3, 1, 4, 2, 5)
+        pixels = pixels.flatten(4, 5).flatten(2, 3)
+        logits_BSV = theirs(batch.tokens_BS, pixel_values=pixels, use_cache=False).logits
+        loss = F.cross_entropy(
+            logits_BSV.flatten(0, 1),
+            batch.labels_BS.flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        return logits_BSV, loss
 
 
 judge = LlavaJudge()

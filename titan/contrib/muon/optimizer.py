@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan.config.schema import MuonSection
 from titan.optim.optimizers import allocate_state, build_adam, is_matrix
 from titan.optim.rounding import RoundingSeeds
-from titan.optim.states import Allocates, begin_step, load_as_saved, local
+from titan.optim.states import Allocates, begin_step, local
 from titan.parallel.float8 import plain
 
 # a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
@@ -107,7 +107,7 @@ class Muon(Allocates, torch.optim.Optimizer):
         others.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_as_saved(self, state_dict)
+        super().load_state_dict(state_dict)
         # torch has made new groups and a new state, which `others` must share again.
         self.others.param_groups, self.others.state = self.param_groups[1:], self.state
 

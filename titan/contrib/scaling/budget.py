@@ -19,12 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from titan.base.signals import child_environment
+from titan.base.signals import child_environment, handled
 from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.model import family
-from titan.config.options import JOB, command_parser, positive, put_json
+from titan.config.options import put_json, table_parser
+from titan.config.toml import table_beside
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import columns
 from titan.sim.search.auto import choose
@@ -33,7 +34,6 @@ from .cli import times
 from .law import CHINCHILLA, LEVEL, Fit, load_law
 from .runs import number_in
 
-SUMMARY = "What sizes of a model would reach on these GPUs in this time, by a law and the simulator. docs/scaling.md"
 _EXPERTS = "qwen3:30B-A3B"  # the alternative with experts
 # Shares of the memory that the formula may use, until a layout fits by simulation. All of it, if there is none with less.
 _SHARES = (0.9, 0.75, 0.6, 1)
@@ -51,19 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
-    usage = f"{JOB} --hardware H --gpus N (--days D | --loss L) [--law law.json] [--sizes FLAVOR,...] [--json [FILE]]"
-    parser = command_parser("budget", usage, summary=SUMMARY)
-    add = parser.add_argument
-    about = "law of `titan scaling --output`; default: Chinchilla's, which ranks sizes"
-    add("--law", type=Path, metavar="FILE.json", help=about)
-    add("--hardware", required=True, metavar="H", help="GPU, as for `titan sim`")
-    add("--gpus", "--world-size", type=positive, required=True, metavar="N")
+    parser = table_parser("budget", table_beside(__file__, "commands.toml")["budget"])
     aim = parser.add_mutually_exclusive_group(required=True)
     aim.add_argument("--days", type=_in_range, metavar="D", help="time of the run")
     about = "find the cheapest way to this loss"
     aim.add_argument("--loss", type=_in_range, metavar="L", help=about)
-    about = f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}"
-    add("--sizes", metavar="FLAVOR,...", help=about)
     parser.add_json()
     options, job = parser.parse_known_args(argv)
     found = load_law(options.law) if options.law else CHINCHILLA
@@ -122,10 +114,9 @@ def _priced(job: list[str], options: Namespace) -> list[dict[str, Any]]:
             return None
 
     # Ctrl-C ends this process, and simulations with it. Python would wait for them.
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    ends = handled([signal.SIGINT], signal.SIG_DFL)
+    with ends, ThreadPoolExecutor(os.cpu_count()) as pool:
         found = [size for size in pool.map(price, names, jobs, params) if size]
-    signal.signal(signal.SIGINT, before)
     if not found:
         raise InputError("no size can be priced on these GPUs")
     return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from argparse import ArgumentTypeError
 from typing import Any
 
-from titan.config.options import TRUST_OPTION, command_parser, positive, put_json, whole
+from titan.config.options import TRUST_OPTION, put_json, table_parser
+from titan.config.toml import table_beside
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 
@@ -14,7 +14,6 @@ from . import picture
 from . import runs as reading
 from .law import LEAST_SHARE, LEVEL, Fit, Law, Run, fit
 
-SUMMARY = "Fit L(N, D) = E + A / N^a + B / D^b to finished runs. docs/scaling.md"
 _POOR = 0.05  # of a loss: where the law is off by more, it is not the runs' law
 _FAR = 10.0  # times the FLOPs of the largest run, from which a prediction is called far outside
 _ON_A_LINE = (
@@ -29,7 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
     """
-    options = _parser().parse_args(argv)
+    parser = table_parser(
+        "scaling", table_beside(__file__, "commands.toml")["scaling"], size=_size
+    )
+    parser.add_json()
+    parser.add_argument("--trust-remote-code", **TRUST_OPTION)
+    options = parser.parse_args(argv)
     require("scipy", extra="scaling", asked_by="titan scaling")
     require_writable(options, "output")
     picture.require_option(options)
@@ -64,31 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    usage = "RUN... | RUNS.csv [--leave-out K] [--predict N,D] [--output law.json] [--json [FILE]] [--plot FILE.png]"
-    parser = command_parser("scaling", usage, summary=SUMMARY)
-    add = parser.add_argument
-    about = "run folders, folders of them, or a CSV file with params, tokens, loss"
-    add("runs", nargs="+", type=Path, metavar="RUN", help=about)
-    about = "first check: predict the K runs of most FLOPs from the others"
-    add("--leave-out", type=whole, default=0, metavar="K", help=about)
-    about = "predict a run, such as 8e9,1e12; may be repeated"
-    add("--predict", type=_size, action="append", default=[], metavar="N,D", help=about)
-    about = "draws of the bootstrap; default: 400"
-    add("--draws", type=positive, default=400, metavar="K", help=about)
-    add("--output", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
-    picture.add_option(parser, "draw losses over FLOPs, beside those of the law")
-    parser.add_json()
-    add("--trust-remote-code", **TRUST_OPTION)
-    return parser
-
-
 def _size(text: str) -> list[float]:
     """Parse parameters and tokens of a run, such as 8e9,1e12."""
     size = [reading.number_in(number) for number in text.split(",")]
     if len(size) != 2 or not all(1e4 <= number < 1e18 for number in size):  # 8,1 means billions
         problem = f"expected parameters and tokens, such as 8e9,1e12, got {text[:40]!r}"
-        raise argparse.ArgumentTypeError(problem)
+        raise ArgumentTypeError(problem)
     return size
 
 

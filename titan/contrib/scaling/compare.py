@@ -10,14 +10,14 @@ import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
 from titan.base.untrusted import InputError
 from titan.config.load import load_config, load_from_argv
-from titan.config.options import CommandParser, command_parser, mistake, put_json
+from titan.config.options import mistake, put_json, table_parser
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.diff.command import differing_keys
 from titan.sim.report.intervals import ratio_width
@@ -28,7 +28,6 @@ from .law import Fit, load_law
 from .paired import FAR, Curve, Estimate
 from .sides import Recipe, measure_of, why_speeds_differ
 
-SUMMARY = "Which of two recipes is better, in loss, tokens, time and money. docs/scaling.md"
 # A difference of so many half widths is found in 79% of comparisons with three seeds, and in 90% with ten (drawn).
 _SURE = 2
 _DECAYS = "the learning rate decays, so that prices in tokens are the least that the gap is worth: use --law"
@@ -71,7 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
-    options, words = _parser().parse_known_args(argv)
+    types = {"steps": "--training.steps={}".format, "flavor": "--model.flavor={}".format}
+    parser = table_parser(
+        "compare", table_beside(__file__, "commands.toml")["compare"], **types
+    )
+    parser.add_json()
+    parser.set_defaults(set=[])  # as a sweep without values
+    options, words = parser.parse_known_args(argv)
     picture.require_option(options)
     law = load_law(options.law) if options.law else None
     jobs = [[str(path), *words] for path in options.sides]
@@ -113,40 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot and report.gap:
         picture.draw_comparison(curves, answer.replace("; ", "\n"), options.plot)
     return 0
-
-
-def _parser() -> CommandParser:
-    usage = (
-        "A.toml B.toml [--section.key=value ...] [--seeds N] [--steps N] [--flavor F] [--hardware H --world-size N]\n"
-        "       titan compare RUNS_A RUNS_B [--law law.json] [--json [FILE]] [--plot FILE.png]"
-    )
-    parser = command_parser("compare", usage, summary=SUMMARY)
-    add = parser.add_argument
-    about = "two jobs; or two folders of runs of one job with several seeds, such as sweeps"
-    add("sides", type=Path, nargs=2, metavar="RECIPE", help=about)
-    sweep.add_run_options(parser, seeds=3, folder="compare")
-    for key in ("training.steps", "model.flavor"):
-        about = f"{key} of the runs; the jobs' own is simulated"
-        override = f"--{key}={{}}".format
-        name = f"--{key.partition('.')[2]}"
-        add(
-            name,
-            action="append",
-            dest="short",
-            metavar="X",
-            type=override,
-            default=[],
-            help=about,
-        )
-    add("--null", action="store_true", help="let both jobs be the same")
-    about = "simulate the time of both jobs on --world-size ranks of it; runs have one rank"
-    add("--hardware", metavar="H", help=about)
-    about = "law of `titan scaling --output`, which turns nats into tokens"
-    add("--law", type=Path, metavar="FILE.json", help=about)
-    picture.add_option(parser, "draw the losses, their difference and the cost")
-    parser.add_json()
-    parser.set_defaults(set=[])  # as a sweep without values
-    return parser
 
 
 def _train(jobs: Sequence[Sequence[str]], options: Namespace) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from titan.base.hardware import count_accelerators, require_memory
-from titan.base.signals import STOPPING, child_environment
+from titan.base.hardware import count_accelerators, device_share, require_memory
+from titan.base.signals import STOPPING, child_environment, handled
 from titan.base.untrusted import InputError
+from titan.data import DataError, require
 from titan.ops.run_lock import RunLock, RunLocked
 
-from .ray_cluster import connect
 from .trials import Trial
 
 STOPPED = 75  # a run that saved when it was asked to stop
@@ -41,25 +42,23 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
         for process in running:
             process.send_signal(number)
 
-    handlers = {number: signal.signal(number, stop) for number in STOPPING}
     try:
-        while running or (waiting and not code):
-            ready = [] if code or not shares else [t for t in waiting if not _goes_on(t)]
-            for trial, share in zip(ready, shares.copy(), strict=False):
-                waiting.remove(trial)
-                shares.remove(share)
-                _say(f"{trial.folder.name}/{trial.name}: begins ({len(waiting)} wait)")
-                running[_start(trial, processes, share)] = trial, share
-            for process in [each for each in running if each.poll() is not None]:
-                trial, share = running.pop(process)
-                shares.append(share)
-                _say_ended(trial, process.returncode)
-            time.sleep(0.2)
+        with handled(STOPPING, stop):
+            while running or (waiting and not code):
+                ready = [] if code or not shares else [t for t in waiting if not _goes_on(t)]
+                for trial, share in zip(ready, shares.copy(), strict=False):
+                    waiting.remove(trial)
+                    shares.remove(share)
+                    _say(f"{trial.folder.name}/{trial.name}: begins ({len(waiting)} wait)")
+                    running[_start(trial, processes, share)] = trial, share
+                for process in [each for each in running if each.poll() is not None]:
+                    trial, share = running.pop(process)
+                    shares.append(share)
+                    _say_ended(trial, process.returncode)
+                time.sleep(0.2)
     finally:
         for process in running:
             process.terminate()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return code
 
 
@@ -110,11 +109,31 @@ def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
             f"{at_a_time} runs of {processes} processes need {needed} accelerators, and there are {devices}: "
             "use fewer --jobs"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(
-        ","
-    )
-    parts = [visible[begin : begin + processes] for begin in range(0, needed, processes)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+    return [device_share(number, processes) for number in range(at_a_time)]
+
+
+def connect(address: str) -> Any:
+    """Connect to a Ray cluster. Return the module `ray`.
+
+    Raises:
+        DataError: Ray is not installed, or there is no cluster at the address.
+    """
+    ray = require("ray", purpose="--ray", extra="ray")
+    try:
+        # Ray itself tries for minutes where nobody listens.
+        if ":" in address:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except Exception as error:  # of many kinds: no cluster, no such address, another version
+        # Without Ray's report of where it was raised.
+        lines = str(getattr(error, "cause", None) or error).strip().splitlines()
+        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        raise DataError(
+            f"--ray: no Ray cluster answers at '{address}' ({reason}); start one with `ray start --head`, "
+            "or give --address HOST:PORT"
+        ) from error
+    return ray
 
 
 def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
@@ -151,19 +170,18 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
         _say(f"{trial.name}: goes on since an earlier command; its task waits for its end")
     tasks = {remote.remote(trial): trial for trial in trials}
     # After `connect`, since Ray ends the command at once. Slurm and Kubernetes send SIGTERM.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        while tasks:
-            [done, *_], _ = ray.wait(list(tasks))
-            _say_ended(tasks.pop(done), ray.get(done))
-    except KeyboardInterrupt:
-        _say("stopping: runs save a checkpoint, and the same command goes on from there")
-        for task in tasks:
-            ray.cancel(task)
-        for task in tasks:
-            ray.wait([task], timeout=120)
-        return STOPPED
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        ray.shutdown()
+    with handled([signal.SIGTERM], signal.default_int_handler):
+        try:
+            while tasks:
+                [done, *_], _ = ray.wait(list(tasks))
+                _say_ended(tasks.pop(done), ray.get(done))
+        except KeyboardInterrupt:
+            _say("stopping: runs save a checkpoint, and the same command goes on from there")
+            for task in tasks:
+                ray.cancel(task)
+            for task in tasks:
+                ray.wait([task], timeout=120)
+            return STOPPED
+        finally:
+            ray.shutdown()
     return 0

@@ -106,18 +106,6 @@ class Fit:
         return float(self.law.loss(params, tokens)), *_interval(noisy)
 
 
-# The corrected fit to Chinchilla's runs (Besiroglu et al. 2024, arXiv:2404.10102, table 1). The constants that Hoffmann et al. printed
-# are rounded, and their best sizes are not those of the paper's other two approaches. The runs are the bounds of Hoffmann et al.:
-# 70 million to 16 billion parameters, 5 billion tokens or more, and at most 3e21 FLOPs.
-_CHINCHILLA = Law(E=1.8172, A=482.01, B=2085.43, a=0.3478, b=0.3658)
-CHINCHILLA = Fit(
-    law=_CHINCHILLA,
-    draws=[_CHINCHILLA],
-    errors=[0.0],
-    runs=[Run("smallest", 7e7, 5e9, 0.0), Run("largest", 1.6e10, 3e21 / 6 / 1.6e10, 0.0)],
-)
-
-
 def load_law(file: Path) -> Fit:
     """Return the law of a file of `titan scaling --output`.
 
@@ -125,6 +113,13 @@ def load_law(file: Path) -> Fit:
         InputError: The file is wrong.
     """
     return parse_json(read_bytes(file), Fit, name=f"{file}: no law of titan scaling")
+
+
+# The corrected fit to Chinchilla's runs (Besiroglu et al. 2024, arXiv:2404.10102, table 1). The
+# constants that Hoffmann et al. printed are rounded, and their best sizes are not those of the
+# paper's other two approaches. The runs are the bounds of Hoffmann et al.: 70 million to 16 billion
+# parameters, 5 billion tokens or more, and at most 3e21 FLOPs.
+CHINCHILLA = load_law(Path(__file__).with_name("chinchilla.json"))
 
 
 def fit(runs: Sequence[Run], *, draws: int = 400, seed: int = 0) -> Fit:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from titan.base.untrusted import InputError
@@ -19,11 +19,6 @@ from .paired import Curve, mean_of
 from .runs import number_in
 
 
-def add_option(parser: ArgumentParser, about: str) -> None:
-    """Add --plot to a command's options."""
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=about)
-
-
 def require_option(options: Namespace) -> None:
     """Raise MissingExtra or ConfigError if there is --plot, and its picture cannot be drawn."""
     if options.plot:
@@ -31,13 +26,13 @@ def require_option(options: Namespace) -> None:
     require_writable(options, "plot")
 
 
-def _figure(width: int, height: int) -> Any:
+@contextmanager
+def _panels(file: Path, *, rows: int = 1) -> Iterator[Any]:
+    """Yield the axes of a picture, or several above each other, and write it at the end."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Any, file: Path) -> None:
+    figure = Figure(figsize=(8, 3 + 2 * rows), layout="constrained")
+    yield figure.subplots(rows, sharex=True)
     figure.savefig(file, dpi=110, format="png")
     print(f"wrote {file}")
 
@@ -61,40 +56,34 @@ def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     if not values:
         raise InputError("--plot: no key has numbers as values, or no run is done")
     axis = max(values, key=lambda key: len(values[key]))
-    lines: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in done:
         others = " ".join(f"{k}={v}" for k, v in row["settings"].items() if k != axis)
-        lines[others][number_in(row["settings"][axis])].append(row["loss"])
-    figure = _figure(8, 5)
-    axes = figure.subplots()
-    for others, points in sorted(lines.items()):
-        x = sorted(points)
-        [line] = axes.plot(x, [fmean(points[each]) for each in x], label=others or None)
-        for each, losses in points.items():
-            axes.scatter([each] * len(losses), losses, color=line.get_color(), s=14)
-    if min(values[axis]) > 0 and max(values[axis]) >= 8 * min(values[axis]):
-        axes.set_xscale("log")
-    axes.set(xlabel=axis, ylabel="final loss, nats per token")
-    if any(lines):
-        axes.legend()
-    _save(figure, file)
+        lines[others].append((number_in(row["settings"][axis]), row["loss"]))
+    with _panels(file) as axes:
+        for others, points in sorted(lines.items()):
+            axes.plot(*zip(*sorted(points), strict=True), "o-", label=others or None)
+        if 0 < 8 * min(values[axis]) <= max(values[axis]):
+            axes.set_xscale("log")
+        axes.set(xlabel=axis, ylabel="final loss, nats per token")
+        if any(lines):
+            axes.legend()
 
 
 def draw_law(found: Fit, file: Path) -> None:
     """Draw the losses of a law's runs over FLOPs, those that the law expects, and the least loss of as many FLOPs."""
     import numpy as np
 
-    figure = _figure(8, 5)
-    axes = figure.subplots()
-    _, params, tokens, losses = zip(*found.runs, strict=True)
-    sizes, flops = np.array(params), np.array([run.flops for run in found.runs])
-    best = found.law.best_params(flops)
-    axes.scatter(flops, losses, label="runs")
-    axes.scatter(flops, found.law.loss(sizes, np.array(tokens)), marker="x", label="law")
-    axes.plot(flops, found.law.loss(best, flops / 6 / best), label="compute-optimal sizes")
-    axes.set(xlabel="training FLOPs, 6 N D", ylabel="loss, nats per token", xscale="log")
-    axes.legend()
-    _save(figure, file)
+    law = found.law
+    params, tokens, losses = np.array([run[1:] for run in found.runs]).T
+    flops = np.array([run.flops for run in found.runs])
+    best = law.best_params(flops)
+    with _panels(file) as axes:
+        axes.scatter(flops, losses, label="runs")
+        axes.scatter(flops, law.loss(params, tokens), marker="x", label="law")
+        axes.plot(flops, law.loss(best, flops / 6 / best), label="compute-optimal sizes")
+        axes.set(xlabel="training FLOPs, 6 N D", ylabel="loss, nats per token", xscale="log")
+        axes.legend()
 
 
 def draw_comparison(pairs: Sequence[Sequence[Curve]], title: str, file: Path) -> None:
@@ -107,19 +96,17 @@ def draw_comparison(pairs: Sequence[Sequence[Curve]], title: str, file: Path) ->
     """
     import numpy as np
 
-    figure = _figure(8, 7)
-    upper, lower = figure.subplots(2, 1, sharex=True)
     tokens = pairs[0][0][0]
-    gaps: Any = 0
-    for name, side, sign in zip("AB", zip(*pairs, strict=True), (-1, 1), strict=True):
-        losses = np.array([np.interp(tokens, *curve) for curve in side])
-        upper.plot(tokens, losses.mean(axis=0), label=name)
-        gaps += sign * losses
-    value, low, high = zip(*map(mean_of, gaps.T.tolist()), strict=True)
-    lower.plot(tokens, value)
-    lower.fill_between(tokens, low, high, alpha=0.2, label=f"{LEVEL:.0%} interval")
-    lower.axhline(0, color="black", linewidth=0.8)
-    upper.set(ylabel="loss", xscale="log", title=title)
-    lower.set(xlabel="tokens", ylabel="loss of B less that of A")
-    upper.legend()
-    _save(figure, file)
+    # (recipes, seeds, tokens)
+    sides = [[np.interp(tokens, *curve) for curve in side] for side in zip(*pairs, strict=True)]
+    losses_a, losses_b = np.array(sides)
+    value, low, high = zip(*map(mean_of, (losses_b - losses_a).T.tolist()), strict=True)
+    with _panels(file, rows=2) as (upper, lower):
+        upper.plot(tokens, losses_a.mean(axis=0), label="A")
+        upper.plot(tokens, losses_b.mean(axis=0), label="B")
+        lower.plot(tokens, value)
+        lower.fill_between(tokens, low, high, alpha=0.2, label=f"{LEVEL:.0%} interval")
+        lower.axhline(0, color="black", linewidth=0.8)
+        upper.set(ylabel="loss", xscale="log", title=title)
+        lower.set(xlabel="tokens", ylabel="loss of B less that of A")
+        upper.legend()

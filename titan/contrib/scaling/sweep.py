@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 from titan.base.untrusted import InputError
 from titan.checks.rules import load_to_run
-from titan.config.options import JOB, command_parser, mistake, positive, put_json
+from titan.config.options import mistake, put_json, table_parser
 from titan.config.schema import JobConfig
+from titan.config.toml import table_beside
 
 from . import execute, picture, results, trials
 from .trials import Trial
-
-SUMMARY = (
-    "Train a job with several values of its keys, and say which is better. docs/scaling.md"
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,24 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
-    usage = f"{JOB} --set KEY=VALUE,VALUE ... [--seeds N] [--jobs N] [--folder DIR] [--ray [ADDRESS]]"
-    parser = command_parser("sweep", usage, summary=SUMMARY)
-    add = parser.add_argument
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=V,V",
-        help="a key and its values; may be repeated: all combinations run",
-    )
-    add_run_options(parser, seeds=1, folder="sweep")
-    picture.add_option(parser, "draw the losses")
+    parser = table_parser("sweep", table_beside(__file__, "commands.toml")["sweep"])
     parser.add_json()
-    add(
-        "--report",
-        action="store_true",
-        help="run nothing: say what the folder's runs have reached",
-    )
     options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):
         raise mistake(
@@ -67,46 +48,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{row['name']}: {row['state']} {row['reason']}", file=sys.stderr)
             code = code or 1
     return code
-
-
-def add_run_options(parser: ArgumentParser, *, seeds: int, folder: str) -> None:
-    """Add the options of a command that trains runs with several seeds."""
-    add = parser.add_argument
-    add(
-        "--seeds",
-        type=positive,
-        default=seeds,
-        metavar="N",
-        help=f"runs of each, with debug.seed 0 to N - 1; default: {seeds}",
-    )
-    add(
-        "--folder",
-        type=Path,
-        default=Path(folder),
-        metavar="DIR",
-        help=f"folder of the runs; default: {folder}",
-    )
-    add(
-        "--jobs",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="runs that train at the same time; default: 1",
-    )
-    add(
-        "--nproc",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="processes of each run; default: 1",
-    )
-    add(
-        "--ray",
-        nargs="?",
-        const="auto",
-        metavar="ADDRESS",
-        help="run on a Ray cluster; default address: auto",
-    )
 
 
 def run(every: list[Trial], options: Namespace) -> int:

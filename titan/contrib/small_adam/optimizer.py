@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.optim.rounding import RoundingSeeds
-from titan.optim.states import Allocates, begin_step, load_as_saved, local
+from titan.optim.states import Allocates, begin_step, local
 from titan.parallel.float8 import plain, quiet_torchao
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -98,9 +98,6 @@ class SmallAdam(Allocates, torch.optim.Optimizer):
             for parameter in begin_step(self, group):
                 self._update(parameter, group)
         return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        load_as_saved(self, state_dict)
 
     def init_state(self, parameter: Tensor) -> None:
         """Fill the state with zeros, laid out like the parameter."""

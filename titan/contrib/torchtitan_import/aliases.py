@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from titan.config.errors import Problem, SourceLocation, key_text
 from titan.config.layer import ConfigLayer, LoadExtension, last
 from titan.config.model import family
 from titan.config.schema import ModelSection
-from titan.config.toml import tomllib
+from titan.config.toml import table_beside
 
-TABLES: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("v0_2_2.toml").read_text(encoding="utf-8")
-)
+TABLES = table_beside(__file__, "v0_2_2.toml")
 RENAMED, UNUSED, IGNORED = (TABLES[name] for name in ("renamed", "unused", "ignored"))
 _INSTEAD = TABLES["instead"]
 # "8B_flex" and "debugmodel_varlen_attn" name the kernel of attention. Here the device decides on it (titan/parallel/documents.py).

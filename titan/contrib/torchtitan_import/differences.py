@@ -18,21 +18,6 @@ from titan.tools.check_extension import CheckExtension
 
 from .aliases import TABLES
 
-# How TorchTitan balances experts: it moves the routing bias of DeepSeek and gpt-oss, and leaves Qwen3's routers alone.
-_BALANCE = {
-    "qwen3": {"load_balance_coeff": 0.0, "global_balance_coeff": 0.0},
-    "deepseek_v3": {"load_balance_coeff": 1e-3, "sequence_balance_coeff": 0.0},
-    "gpt_oss": {"load_balance_coeff": 1e-3, "global_balance_coeff": 0.0},
-}
-# Flavors that differ in TorchTitan from the published model, which titan has.
-_OTHERS: dict[tuple[str, str], dict[str, Any]] = {
-    ("qwen3", "235B-A22B"): {"rope_theta": 5e6},
-    ("deepseek_v3", "16B"): {"norm_eps": 1e-5, "rope_mscale": 0.7},
-    ("deepseek_v3", "236B"): {"norm_eps": 1e-5, "group_top_k": 2},
-    ("deepseek_v3", "671B"): {"norm_eps": 1e-5},
-}
-# Flavors with document masks in TorchTitan.
-_MASKED = {("deepseek_v3", flavor) for flavor in ("16B", "236B", "671B")}
 FLAVORS, DEFAULTS = TABLES["flavors"], TABLES["defaults"]
 
 
@@ -71,12 +56,12 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
             "data.document_mask",
             "true ignores the label across a boundary; TorchTitan does not",
         )
-    elif (model.name, model.flavor) in _MASKED:
+    elif model.flavor in TABLES["masked"].get(model.name, ()):
         yield "data.document_mask", f"false; TorchTitan masks documents in {model.flavor}"
     flavor = family(model.name).FLAVORS[model.flavor]
-    others = dict(_OTHERS.get((model.name, model.flavor), {}))
+    others = dict(TABLES["sizes"].get(model.name, {}).get(model.flavor, {}))
     if flavor.num_experts:
-        others |= _BALANCE.get(model.name, {})
+        others |= TABLES["balance"].get(model.name, {})
     # TorchTitan applies DeepSeek's YaRN only to sequences longer than those of pretraining. titan always does, as transformers.
     has_yarn = model.name == "deepseek_v3"
     if has_yarn and config.training.seq_len <= flavor.original_context:

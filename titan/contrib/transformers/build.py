@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention, experts
 from .config import ModelSource, rope_types
-from .errors import UnsupportedModelError, message_of
+from .errors import UnsupportedModelError, refusing
 from .fake_tensors import is_fake
 
 _HOST_VALUES = (
@@ -53,7 +53,11 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
         setattr(config, key, False)  # outputs of a call that titan does not read
     name = (content.get("architectures") or [""])[0]
     try:
-        with _parameters_on_meta(), _Inits() as inits:
+        with (
+            refusing("transformers does not build it"),
+            _parameters_on_meta(),
+            _Inits() as inits,
+        ):
             if source.code:
                 model = transformers.AutoModelForCausalLM.from_config(
                     config, trust_remote_code=True
@@ -65,19 +69,16 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
             _require_plain_loss(type(model), content)
             for module in model.modules():
                 model._init_weights(module)
-        for module in model.modules():
-            for key, p in module.named_parameters(recurse=False):
-                if inits.std.get(id(p)) == _COPIED:
-                    inits.std[id(p)] = partial(_values, model._init_weights, module, key)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        if attention.PROBE in str(error):
-            raise UnsupportedModelError(
-                f"{content['model_type']} computes attention without transformers' interface"
-            ) from error
-        text = message_of(error)
-        raise UnsupportedModelError(f"transformers does not build it: {text}") from error
+    except UnsupportedModelError as error:
+        if attention.PROBE not in str(error):
+            raise
+        raise UnsupportedModelError(
+            f"{content['model_type']} computes attention without transformers' interface"
+        ) from error
+    for module in model.modules():
+        for key, p in module.named_parameters(recurse=False):
+            if inits.std.get(id(p)) == _COPIED:
+                inits.std[id(p)] = partial(_values, model._init_weights, module, key)
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             # It looks at the tokens on the host, to warn of padding. titan's batches have none.

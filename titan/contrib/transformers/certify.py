@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ from titan.numerics.certify.steps import CPU, LEAST, named_parameters, ratios
 from titan.parallel import build_mesh, initialize
 from titan.step.resolved import resolve_job
 from titan.step.train_step import TrainStep, build_train_step
-from titan.tasks.next_token import NextToken
+from titan.tasks.base import Microbatch
 
 from .config import TransformersConfig
 from .resolve import _config_json, _import, _merged, _their_name
@@ -59,8 +59,6 @@ _DRAWS, _ROUNDING = (
     0.1,
 )  # a difference between the two may be a token that goes to another expert
 _TERMS = ("sequence_balance", "global_balance", "router_z_loss")
-Pair = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Outputs of titan and of the other program, and the sum of the losses of each."""
 _NOT_OF_THE_MODEL = ("architectures", "dtype", "transformers_version", "quantization_config")
 
 
@@ -86,8 +84,17 @@ class Judge(Protocol):
         """
         ...
 
-    def pairs(self, step: TrainStep, theirs: Any) -> Iterable[Pair]:
-        """Compute batches with both models."""
+    def compute(self, theirs: Any, batch: Any, local: Microbatch) -> tuple[Tensor, Tensor]:
+        """Compute a batch with its model.
+
+        Args:
+            theirs: its model.
+            batch: the batch.
+            local: the batch as titan's model gets it.
+
+        Returns:
+            The outputs, in the order of titan's, and the sum of the losses.
+        """
         ...
 
 
@@ -199,15 +206,17 @@ def small_job(certifier: Certifier) -> tuple[JobConfig, str]:
             left_out.append(f"without {', '.join(terms)}, which transformers does not have")
         keys["model.overrides"] = overrides
     flags = ("data.document_mask", "data.reset_positions")
+    whole_text, documents = (
+        changed(certifier.small, keys | dict.fromkeys(flags, value)) for value in (False, True)
+    )
     if task_module(certifier.config) is not None:
-        return changed(certifier.small, keys | dict.fromkeys(flags, False)), ""
-    small = changed(certifier.small, {**keys, **dict.fromkeys(flags, True)})
+        return whole_text, ""
     try:
-        check_to_run(small, world_size=1)
+        check_to_run(documents, world_size=1)
     except ConfigError as error:
-        small = changed(certifier.small, {**keys, **dict.fromkeys(flags, False)})
         left_out.append(f"one document a sequence, since {error.problems[0].message}")
-    return small, "; ".join(left_out)
+        return whole_text, "; ".join(left_out)
+    return documents, "; ".join(left_out)
 
 
 # ---- in one process ------------------------------------------------------------------------------
@@ -222,13 +231,14 @@ def compare(config: JobConfig) -> dict[str, Any]:
     Returns:
         The relative differences of logits, losses and gradients; the verdict if they do not decide it, and a reason.
     """
+    found: dict[str, Any] = {"verdict": "", "differences": {}}
     try:
-        differences, reason = _differences(config)
-        return {"verdict": "", "reason": reason, "differences": differences}
+        found["differences"], found["reason"] = _differences(config)
     except CheckpointError as error:
-        return {"verdict": "unknown", "reason": str(error), "differences": {}}
+        found |= {"verdict": "unknown", "reason": str(error)}
     except ValueError as error:
-        return {"verdict": "differs", "reason": str(error), "differences": {}}
+        found |= {"verdict": "differs", "reason": str(error)}
+    return found
 
 
 def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
@@ -250,7 +260,7 @@ def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
         folder = Path(temporary)
         _save(step, folder / "weights", {})
         theirs = judge.load(config, folder / "weights")
-        found = _outputs(judge.pairs(step, theirs))
+        found = _outputs(step, judge, theirs)
         gradients = {
             f"model.{name}": torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in named_parameters(step)
@@ -285,15 +295,20 @@ def _save(step: TrainStep, folder: Path, changes: dict[str, Tensor]) -> None:
     hf_folders.save(folder, state, export, group=CheckpointGroup())
 
 
-def _outputs(pairs: Iterable[Pair]) -> dict[str, float]:
+def _outputs(step: TrainStep, judge: Judge, theirs: Any) -> dict[str, float]:
     """Return the differences of outputs and losses. Both models then have their gradients."""
+    [model] = step.model_parts
     away = size = ours_sum = theirs_sum = 0.0
-    for ours, theirs, loss, their_loss in pairs:
+    for batch in _batches(step):
+        local = step.to_local(batch)
+        output = model(local.input, **local.inputs)
+        expected, their_loss = judge.compute(theirs, batch, local)
+        loss = step.loss_sum(output, local.targets)
         (loss + their_loss).backward()
         ours_sum += loss.item()
         theirs_sum += their_loss.item()
-        away += (ours - theirs).detach().square().sum().item()
-        size += theirs.detach().square().sum().item()
+        away += (output.view_as(expected) - expected).detach().square().sum().item()
+        size += expected.detach().square().sum().item()
     losses = abs(ours_sum - theirs_sum) / theirs_sum
     return {"logits": math.sqrt(away / size), "losses": losses}
 
@@ -319,8 +334,11 @@ def _load(config: JobConfig, folder: Path) -> Any:
 
 def _batches(step: TrainStep) -> Iterator[Any]:
     """Yield batches: one long document and several short ones, and one of so few tokens that some experts get none."""
-    task, training = cast("NextToken", step.task), step.config.training
-    shape = 2, training.seq_len + 1
+    task: Any = step.task
+    if task_module(step.config) is not None:
+        yield from map(task.random_batch, (1, 2))
+        return
+    shape = 2, step.config.training.seq_len + 1
     random = np.random.default_rng(step.config.debug.seed)
     rows_BT = random.integers(2, task.sizes.vocab_size, shape)
     rows_BT[1, 11::23] = 1  # ends of documents
@@ -338,16 +356,13 @@ def _extra(theirs: Any, tokens_S: Tensor, logits_SV: Tensor) -> float:
     return abs(own - plain) / plain
 
 
-def _documents(batch: Any) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Yield each document of a batch: its sequence, its place there, its tokens and its labels."""
+def _documents(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tokens and the labels of each document of a batch."""
     ids_BS = batch.document_ids_BS
     for b, tokens_S in enumerate(batch.tokens_BS):
         ids_S = torch.zeros_like(tokens_S) if ids_BS is None else ids_BS[b]
-        start = 0
-        for length in ids_S.unique_consecutive(return_counts=True)[1].tolist():
-            place = slice(start, start + length)
-            yield b, place, tokens_S[place], batch.labels_BS[b, place]
-            start += length
+        lengths = ids_S.unique_consecutive(return_counts=True)[1].tolist()
+        yield from zip(tokens_S.split(lengths), batch.labels_BS[b].split(lengths), strict=True)
 
 
 class CausalJudge:
@@ -361,19 +376,12 @@ class CausalJudge:
     def load(self, config: JobConfig, folder: Path) -> nn.Module:
         return _load(config, folder)
 
-    def pairs(self, step: TrainStep, theirs: Any) -> Iterator[Pair]:
-        [model] = step.model_parts
-        for batch in _batches(step):
-            local = step.to_local(batch)
-            logits_BSV = model(local.input, **local.inputs)
-            ours, expected, losses = [], [], []
-            for b, place, tokens_S, labels_S in _documents(batch):
-                their_SV = theirs(input_ids=tokens_S[None], use_cache=False).logits[0].float()
-                options: Any = {"reduction": "sum", "ignore_index": IGNORED}
-                loss = F.cross_entropy(their_SV, labels_S, **options)
-                more = _extra(theirs, tokens_S, their_SV.detach())
-                losses.append(loss + more * loss.detach())
-                ours.append(logits_BSV[b, place])
-                expected.append(their_SV)
-            our_loss = step.loss_sum(logits_BSV, local.targets)
-            yield torch.cat(ours), torch.cat(expected), our_loss, torch.stack(losses).sum()
+    def compute(self, theirs: Any, batch: Any, local: Microbatch) -> tuple[Tensor, Tensor]:
+        expected, losses = [], []
+        for tokens_S, labels_S in _documents(batch):
+            their_SV = theirs(input_ids=tokens_S[None], use_cache=False).logits[0].float()
+            loss = F.cross_entropy(their_SV, labels_S, reduction="sum", ignore_index=IGNORED)
+            more = _extra(theirs, tokens_S, their_SV.detach())
+            losses.append(loss + more * loss.detach())
+            expected.append(their_SV)
+        return torch.cat(expected), torch.stack(losses).sum()

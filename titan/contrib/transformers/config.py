@@ -9,40 +9,13 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from titan.config.toml import table_beside
 from titan.models.common.moe_config import MoEConfig
 
-# Fields by what they mean, each with the names that config classes give it.
-NAMES: dict[str, tuple[str, ...]] = {
-    "dim": ("hidden_size", "n_embd", "d_model", "dim"),
-    "n_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "n_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "n_kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim",),
-    "ffn_dim": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
-    "vocab_size": ("vocab_size",),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token"),
-    "expert_dim": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-    "window": ("sliding_window",),
-    "tied_embeddings": ("tie_word_embeddings",),
-}
-
-NOTES = {
-    "_name_or_path",
-    "transformers_version",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "architectures",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "chunk_size_feed_forward",
-}
+FIELDS = table_beside(__file__, "fields.toml")
+NAMES: dict[str, list[str]] = FIELDS["names"]
+"""Names that config classes give a field, by what it means."""
+NOTES: list[str] = FIELDS["notes"]
 """Fields that are of a file or of a call, and do not decide what a model computes."""
 
 

@@ -1,4 +1,10 @@
-"""Error of the family, and the messages of transformers' errors."""
+"""Errors of the family, and the messages of transformers' errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 class UnsupportedModelError(ValueError):
@@ -13,3 +19,24 @@ def message_of(error: Exception) -> str:
     """Return the message of an error of other code in one line. A message may lack a verb, as a KeyError's does."""
     text = " ".join(str(error).split())[:300]
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn errors of other code, which may be anyone's, into a refusal of the model.
+
+    Args:
+        what: what cannot be done, for the message.
+    """
+    try:
+        yield
+    except (UnsupportedModelError, WrongKeyError):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{what}: {message_of(error)}") from error
+
+
+def hint(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return a hint to append to a message: the known word most like this one, or nothing."""
+    near = get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -14,7 +14,8 @@ from inspect import getsource
 from typing import Any
 
 from .config import TransformersConfig
-from .resolve import Fields, resolve_config
+from .resolve import Fields
+from .resolve import read_config as read_config
 
 ARCHITECTURES: dict[str, str] = {}  # any, where no other family has it
 
@@ -68,15 +69,6 @@ def hf_unread(hf: Fields, sizes: TransformersConfig) -> Iterator[str]:
     code = [getsource(sys.modules[name]) for name in names if not name.startswith("torch.")]
     words = {word for text in code for word in re.findall(r"\w+", text)}
     yield from (key for key, value in hf.items() if value and key not in words)
-
-
-def read_config(hf: Fields) -> TransformersConfig:
-    """Return the sizes of a config.json.
-
-    Raises:
-        ValueError: titan cannot run the model.
-    """
-    return resolve_config(hf)
 
 
 def differences(sizes: TransformersConfig, other: TransformersConfig) -> Fields:

@@ -9,28 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .config import FIELDS
 from .errors import UnsupportedModelError
 
-# What every layer's call may carry on: positions, which are in queries and keys by then, and requests for other outputs. None of the
-# outputs is asked for, and no call has a cache.
-_OF_CALL = frozenset(
-    {"position_ids", "position_embeddings", "num_items_in_batch", "deterministic"}
-)
-HARMLESS: dict[str, frozenset[str]] = {
-    # The mask describes the window. Only kernels of other packages read it here.
-    "attention": _OF_CALL | {"sliding_window"},
-    # Sizes and places of a block of the mask, and the form that other implementations want. A mask of padding that the model makes
-    # without any padding is all ones.
-    "masks": frozenset(
-        {
-            *("q_offset", "kv_offset", "attention_mask", "allow_is_causal_skip", "local_size"),
-            *("allow_is_bidirectional_skip", "dtype", "config", "use_vmap", "device"),
-        }
-    ),
-    "experts": frozenset(),
-    # Chunks and final states are of other implementations.
-    "recurrences": _OF_CALL | {"output_final_state", "chunk_size"},
-}
+HARMLESS: dict[str, list[str]] = FIELDS["harmless"]
 """Arguments that change nothing, for each seam."""
 
 

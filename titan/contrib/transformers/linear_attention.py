@@ -23,15 +23,13 @@ B batch, S positions, H value heads, G query/key heads, K size of a key, V size 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from titan.parallel.documents import DocumentMask
 
-from .linear_attention_borders import Bordered, pass_through
+from .linear_attention_borders import Bordered, State, pass_through
 from .linear_attention_kernels import attend_with_kernel, has_kernel
 
 
@@ -103,7 +101,7 @@ def linear_attention(
     scale: float | None = None,
     chunk: int = 64,
     starts_BS: Tensor | None = None,
-    state: Tensor | Callable[[Tensor, Tensor], Tensor] | None = None,
+    state: State = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute linear attention, in fp32 at least, or by a kernel (linear_attention_kernels.py).
 
@@ -116,9 +114,7 @@ def linear_attention(
         scale: Factor of the output. None: 1 / sqrt(K).
         chunk: Number of positions that are computed at once, a power of two.
         starts_BS: Whether a document starts at a position, bool. None: no documents.
-        state: State before the first position, (B, H, K, V). None: zeros. Or a function that returns it, for which the sequence is an affine
-            map: it takes the state after the last position if that before the first is zero, and the linear map of the rest
-            (see `pass_through`).
+        state: State before the first position, or the function that returns it (see `State`).
 
     Returns:
         The output, (B, H, S, V), in the values' dtype, and the state after the last position, (B, H, K, V), in fp32 at least.
@@ -168,7 +164,7 @@ def _carry_state(
     removed: Tensor | None,
     written: Tensor,
     whole: Tensor,
-    state: Tensor | Callable[[Tensor, Tensor], Tensor] | None,
+    state: State,
 ) -> tuple[Tensor, Tensor]:
     """Return the states before all chunks, (B, H, N, K, V), and the state after the last one.
 

@@ -20,15 +20,22 @@ B batch, P pieces of each rank, C ranks, S local positions, H heads, K size of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from titan.parallel.collectives import all_gather
+from titan.parallel.context import shard_sequence, unshard_sequence
 from titan.parallel.documents import DocumentMask
 from titan.parallel.module_kinds import SequenceModule
-from titan.parallel.ring import SequencePart, chunks_held
+from titan.parallel.ring import SequencePart
+
+State = Tensor | Callable[[Tensor, Tensor], Tensor] | None
+"""State before the first position, (B, H, K, V). None: zeros. Or a function that returns it, for
+which the sequence is an affine map: it takes the state after the last position if that before the
+first is zero, and the linear map of the rest (see `pass_through`)."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +105,12 @@ class SequenceBorders:
 
     def _all_pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return x of all pieces of the sequence, in order: (B * P, ...) -> 2 * C or C tensors (B, ...)."""
-        assert self.part is not None, "a whole sequence has no other pieces"
-        size, order = self.part.size, chunks_held(self.part.size, self.part.balanced)
+        part = self.part
+        assert part is not None, "a whole sequence has no other pieces"
         # (P, B, ...) of each rank -> (C, P, B, ...) on all
-        x_CPB = all_gather(
-            x.unflatten(0, (-1, self.num_pieces)).movedim(1, 0),
-            group=self.part.group,
-            size=size,
-        )
-        pieces = x_CPB.flatten(0, 1).unbind()
-        return tuple(pieces[order.index(number)] for number in range(len(order)))
+        x_PB = x.unflatten(0, (-1, self.num_pieces)).movedim(1, 0)
+        pieces = all_gather(x_PB, group=part.group, size=part.size).flatten(0, 1)
+        return unshard_sequence(pieces, dim=0, size=part.size, balanced=part.balanced).unbind()
 
     def _own(self, pieces: list[Tensor]) -> Tensor:
         """Return this rank's pieces of all, (B * P, ...).
@@ -115,12 +118,16 @@ class SequenceBorders:
         The result depends on all pieces, for autograd: each rank must take part in the collective of the backward pass, also
         one that holds the first piece only.
         """
-        assert self.part is not None, "a whole sequence has no other pieces"
-        order = chunks_held(self.part.size, self.part.balanced)
-        start = self.part.rank * self.num_pieces
-        every = torch.stack(pieces)
-        own = [every[number] for number in order[start : start + self.num_pieces]]
-        return torch.stack(own, dim=1).flatten(0, 1)
+        part = self.part
+        assert part is not None, "a whole sequence has no other pieces"
+        own_PB = shard_sequence(
+            torch.stack(pieces),
+            dim=0,
+            rank=part.rank,
+            size=part.size,
+            balanced=part.balanced,
+        )
+        return own_PB.movedim(0, 1).flatten(0, 1)
 
 
 class Bordered(SequenceModule):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from titan.parallel.torch_compat import GPU_TYPES, compute_capability
 
-from .linear_attention_borders import pass_through
+from .linear_attention_borders import State, pass_through
 
 _MOST_CHANNELS = 256  # of a key, which the kernels take
 
@@ -74,7 +74,7 @@ def attend_with_kernel(
     *,
     scale: float,
     starts_BS: Tensor | None,
-    state: Tensor | Callable[[Tensor, Tensor], Tensor] | None,
+    state: State,
 ) -> tuple[Tensor, Tensor]:
     """Compute linear attention by a kernel, as titan/contrib/transformers/linear_attention.py does in plain torch.
 
@@ -86,8 +86,7 @@ def attend_with_kernel(
         betas_BHS: Strengths of the delta rule. None: no delta rule.
         scale: Factor of the output.
         starts_BS: Whether a document starts at a position, bool. None: no documents.
-        state: State before the first position, (B, H, K, V), or a function that returns it for the state after the last position and the
-            linear map of the sequence. None: zeros.
+        state: State before the first position, or the function that returns it (see `State`).
 
     Returns:
         The output, (B, H, S, V), and the state after the last position, (B, H, K, V), in fp32.

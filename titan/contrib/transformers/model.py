@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import attention, experts
+from .adopt import Ends, adopt
 from .build import Init, build, fill
 from .config import HeadNumbers, ModelSource, TransformersConfig, rope_types
 from .disk import disk_names
@@ -25,14 +26,9 @@ from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
 from .probe import fails, fails_in_parts, place_plain_modules, run_once
 from .recurrence import prepare_recurrences
-from .stand_ins import Blocks, StandIn
 
 # Plans, and what models refuse, by source: a process builds a model several times, and trying takes three forward passes.
 _LAYOUTS: dict[ModelSource, tuple[dict[str, str], dict[str, str]]] = {}
-
-
-Ends = tuple[list[str], list[str]]
-"""Names of the modules with parameters before and after the blocks."""
 
 
 class TransformersModel(nn.Module):
@@ -43,16 +39,24 @@ class TransformersModel(nn.Module):
         tensor_plan: the tensor-parallel plan, a style for each module.
         hf_names: prefixes of our names and of transformers', for those of parameters.
         on_all_stages: children that every pipeline stage has: rotary embeddings, which have no parameters.
+        inits: how each parameter begins.
+        disk: names on disk by parameter, in the first block that was asked for, with its number.
+        received: on a later pipeline stage, during a forward pass: its input.
+        returns: number of values that a block returns as a tuple; 0: a tensor.
+        reads_twice: name of a block that reads two hidden states, or "".
+        reach: tokens before a token that a convolution needs.
+        without_documents: classes of linear attention that the documents of a call do not reach.
     """
 
     # Not modules of this one: transformers' own, whose forward passes find our modules through stand-ins.
     hf: Any
     base: Any
-    received: Any  # on a later pipeline stage, during a forward pass: its input
-    returns: int  # number of values that a block returns as a tuple; 0: a tensor
-    disk: dict[
-        str, tuple[Any, list[str]]
-    ]  # names on disk, by the name in the first block that was asked for
+    on_all_stages: tuple[str, ...]
+    received: Any = None
+    returns: int = 0
+    reads_twice: str = ""
+    reach: int = 0
+    without_documents: tuple[str, ...] = ()
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__()
@@ -60,12 +64,11 @@ class TransformersModel(nn.Module):
         experts.register()
         hf, inits = build(source)
         base = getattr(hf, hf.base_model_prefix, hf)
+        self.__dict__.update(hf=hf, base=base)
         self.layers = nn.ModuleDict()
         self.hf_names: dict[str, str] = {}
-        self.__dict__["hf"], self.__dict__["base"] = hf, base
-        self.__dict__["received"] = None
-        ends = self._adopt(hf, base)
-        self.__dict__["disk"] = {}
+        self.disk: dict[str, tuple[str, list[str]]] = {}
+        ends = adopt(self, hf)
         for module in self.modules():
             if values := {n: b for n, b in module._buffers.items() if b is not None}:
                 module._buffers.update({n: b.to("meta") for n, b in values.items()})
@@ -76,16 +79,16 @@ class TransformersModel(nn.Module):
         prepare_recurrences(self)
         expert_modules = experts.prepare_experts(self, self._parts_of_expert)
         for name in expert_modules:
-            block: Any = self.layers[name.split(".")[1]]
+            block: Any = self.layers[_block_of(name)]
             block.traits = experts.traits_of_experts(block)
         probe = run_once(self)
         ends = _by_use(ends, probe)
-        shared = place_plain_modules(self, probe, ends[1])
+        shared = place_plain_modules(self, probe, ends.last)
         self.config = _sizes(self, source, ends, probe, expert_modules)
         if source not in _LAYOUTS:
             plan, reason = self._try_heads(probe, dict(source.plan))
             refuses = {"tensor_parallel_degree": reason} if reason else {}
-            _LAYOUTS[source] = plan, refuses | self._try_stages(ends[0], ends[1], shared)
+            _LAYOUTS[source] = plan, refuses | self._try_stages(ends, shared)
         plan, refuses = _LAYOUTS[source]
         self.tensor_plan, refuses = dict(plan), {**dict(self.config.refuses), **refuses}
         if reason := self._lacks_folder(probe):
@@ -106,99 +109,23 @@ class TransformersModel(nn.Module):
         other, why = derive_plan(self, probe, given, whole_heads=True)
         return (plan, reason) if why or fails_in_parts(self, other) else (other, "")
 
-    def _try_stages(self, first: list[str], last: list[str], shared: str) -> dict[str, str]:
+    def _try_stages(self, ends: Ends, shared: str) -> dict[str, str]:
         """Return why the model does not run as a pipeline stage, by the key of the layout.
 
         Args:
-            first: names of the modules before the blocks.
-            last: names of those after them.
+            ends: modules before and after the blocks.
             shared: name of a module that is called before and after the blocks, or "".
         """
         whole, why = self._modules, ""
-        for lacking in (first, last):  # as a later stage, and as an earlier one
+        for lacking in (ends.first, ends.last):  # as a later stage, and as an earlier one
             self._modules = {**whole, **dict.fromkeys(lacking)}
-            why = fails(self, first) or why
+            why = fails(self, ends.first) or why
         self._modules = whole
         if shared:
             why = f"{shared} is called before and after its blocks"
-        if name := self.__dict__.get("reads_twice"):
-            why = f"{name} reads two hidden states, and a stage sends one"
+        if self.reads_twice:
+            why = f"{self.reads_twice} reads two hidden states, and a stage sends one"
         return {"pipeline_parallel_degree": why} if why else {}
-
-    def _adopt(self, hf: Any, base: Any) -> Ends:
-        """Take over all modules of transformers' model. Return our names of those with parameters before and after the blocks."""
-        number = getattr(hf.config, "num_hidden_layers", None)
-        if number is None:
-            kind = hf.config.model_type
-            raise UnsupportedModelError(
-                f"{kind} has several parts; its text model is a family too"
-            )
-        lists = [
-            (name, module)
-            for name, module in hf.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == number
-        ]
-        if not lists:
-            raise UnsupportedModelError(f"{type(hf).__name__} has no list of {number} blocks")
-        place, blocks = min(lists, key=lambda found: found[0].count("."))
-        path = place.split(".")
-        first, last, is_before = [], [], True
-        embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
-        if embedding is None or output is None:
-            kind = type(hf).__name__
-            raise UnsupportedModelError(
-                f"{kind} has no output layer, or no embedding of tokens, as a class ...ForCausalLM has"
-            )
-        for depth in range(len(path)):
-            owner = hf.get_submodule(".".join(path[:depth]))
-            if own := [*owner._parameters, *owner._buffers]:
-                raise UnsupportedModelError(f"{type(owner).__name__} itself has {own[0]}")
-            for name, child in list(owner._modules.items()):
-                if name == path[depth]:
-                    if depth == len(path) - 1:
-                        owner._modules.pop(name)
-                        owner.__dict__[name] = Blocks(self, blocks)
-                        is_before = False
-                    continue
-                if child is None:
-                    continue
-                theirs = ".".join([*path[:depth], name])
-                ours = name
-                if child is embedding or child is output:
-                    ours = "tok_embeddings" if child is embedding else "output"
-                elif ours in self._modules or ours in ("layers", "hf", "base", "config"):
-                    ours = theirs.replace(".", "_")
-                self.hf_names[f"{ours}."] = f"{theirs}."
-                owner._modules.pop(name)
-                owner.__dict__[name] = StandIn(self, ours)
-                self.add_module(ours, child)
-                if any(True for _ in child.parameters()):
-                    # What follows the owner of the blocks, such as the output layer, is after them.
-                    (first if is_before and depth == len(path) - 1 else last).append(ours)
-        if "tok_embeddings" not in self._modules:
-            raise UnsupportedModelError("its embedding is inside of another module")
-        if "output" not in self._modules:
-            raise UnsupportedModelError("its output layer is inside of another module")
-        self.layers.update({str(n): block for n, block in enumerate(blocks)})
-        owners: dict[int, str] = {}
-        for name, parameter in self.layers.named_parameters(remove_duplicate=False):
-            other = owners.setdefault(id(parameter), name)
-            if other.split(".")[0] != name.split(".")[0]:
-                raise UnsupportedModelError(
-                    f"layers.{other} and layers.{name} are one parameter, and titan gives each block its own"
-                )
-        self.hf_names["layers."] = f"{place}."
-        self.on_all_stages = tuple(
-            name
-            for name, child in self.named_children()
-            if name != "layers" and not any(True for _ in child.parameters())
-        )
-        last.sort(key=lambda name: name == "output")
-        # In the order of their use: of tied parameters, the first name counts.
-        order = ["tok_embeddings", *first, "layers", *last]
-        for name in [*dict.fromkeys(order), *(n for n in self._modules if n not in order)]:
-            self._modules[name] = self._modules.pop(name)
-        return sorted(first, key=lambda name: name != "tok_embeddings"), last
 
     def forward(
         self,
@@ -218,16 +145,15 @@ class TransformersModel(nn.Module):
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        options: dict[str, Any] = (
-            {} if document_ids_BS is None else {"document_ids_BS": document_ids_BS}
-        )
-        positions_BS = positions_BS.expand(tokens_BS.shape[0], -1)
         is_first = self.tok_embeddings is not None
-        self.__dict__["received"] = None if is_first else tokens_BS
-        options["input_ids" if is_first else "inputs_embeds"] = tokens_BS
+        options: dict[str, Any] = {"input_ids" if is_first else "inputs_embeds": tokens_BS}
+        if document_ids_BS is not None:
+            options["document_ids_BS"] = document_ids_BS
         called = self.base if self.output is None else self.hf
+        positions_BS = positions_BS.expand(tokens_BS.shape[0], -1)
+        self.received = None if is_first else tokens_BS
         result = called(position_ids=positions_BS, use_cache=False, **options)
-        self.__dict__["received"] = None
+        self.received = None
         return result[0]
 
     def hf_name(self, name: str) -> str:
@@ -242,14 +168,14 @@ class TransformersModel(nn.Module):
             UnsupportedModelError: a folder has it in a form that titan does not write.
         """
         parent, _, leaf = name.rpartition(".")
-        owner = self.get_submodule(parent)
-        is_half = f"{parent}.gate_up_proj" in self.inits and leaf in ("gate_proj", "up_proj")
-        names = self._on_disk(f"{parent}.gate_up_proj" if is_half else name)
-        if is_half:
-            names = names[leaf == "up_proj" :: 2]
+        fused = f"{parent}.gate_up_proj"
+        if fused in self.inits and leaf in ("gate_proj", "up_proj"):
+            names = self._on_disk(fused)[leaf == "up_proj" :: 2]
+        else:
+            names = self._on_disk(name)
         if len(names) == 1:
             return names[0]
-        if len(names) != getattr(owner, "total", 0):
+        if len(names) != getattr(self.get_submodule(parent), "total", 0):
             raise UnsupportedModelError(
                 f"{name} is {len(names)} tensors on disk, such as {names[0]}"
             )
@@ -257,32 +183,29 @@ class TransformersModel(nn.Module):
 
     def _lacks_folder(self, probe: list[Part]) -> str:
         """Return why linear attention has no names on disk, such as a convolution that is three there, or ""."""
-        layers = [part for part in probe if part.recurrence is not None]
         try:
-            for part in layers:
-                for name, _ in part.module.named_parameters():
-                    self.disk_name(f"{part.name}.{name}")
+            for part in probe:
+                if part.recurrence is not None:
+                    for name, _ in part.module.named_parameters():
+                        self.disk_name(f"{part.name}.{name}")
         except UnsupportedModelError as error:
             return str(error)
         return ""
 
     def _on_disk(self, name: str) -> list[str]:
         """Return the names on disk of the parts of a parameter of the model as transformers builds it."""
-        number = re.match(r"layers\.(\d+)\.", name)
-        key = re.sub(r"^layers\.\d+\.", "layers.0.", name)
+        number = _block_of(name)
+        key = re.sub(r"^layers\.\d+\.", "layers.*.", name)
         if key not in self.disk:
-            stored: Any = self.get_submodule(name.rpartition(".")[0])
-            leaf = name.rpartition(".")[2]
-            tensor = {**stored._parameters, **stored._buffers}.get(leaf)
+            parent, _, leaf = name.rpartition(".")
+            stored: Any = self.get_submodule(parent)
+            tensor = getattr(stored, leaf, None)
             shape = (stored.total, 2, 1) if tensor is None else tuple(tensor.shape)
-            theirs = self.hf_name(name)
-            self.disk[key] = number, disk_names(self.hf, {theirs: shape})[theirs]
+            self.disk[key] = number, disk_names(self.hf, self.hf_name(name), shape)
         first, names = self.disk[key]
-        if number is None or first[1] == number[1]:
+        if number == first:
             return names
-        return [
-            re.sub(rf"^(.*?\.){first[1]}\.", rf"\g<1>{number[1]}.", n, count=1) for n in names
-        ]
+        return [re.sub(rf"^(.*?\.){first}\.", rf"\g<1>{number}.", n, count=1) for n in names]
 
     def _parts_of_expert(self, name: str) -> int:
         module: Any = self.get_submodule(name.rpartition(".")[0])
@@ -294,13 +217,19 @@ class TransformersModel(nn.Module):
         return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
 
 
+def _block_of(name: str) -> str:
+    """Return the number of the block that a name is in, or ""."""
+    top, _, rest = name.partition(".")
+    return rest.partition(".")[0] if top == "layers" else ""
+
+
 def _by_use(ends: Ends, probe: list[Part]) -> Ends:
     """Return the modules before and after the blocks by their calls, which may come in another order than their names."""
     names = [part.name for part in probe]
     is_late = {name: n > names.index("layers.0") for n, name in enumerate(names)}
-    both = [*ends[0], *ends[1]]
-    first = [name for name in both if not is_late.get(name, name in ends[1])]
-    return first, [name for name in both if name not in first]
+    both = [*ends.first, *ends.last]
+    first = [name for name in both if not is_late.get(name, name in ends.last)]
+    return Ends(first, [name for name in both if name not in first])
 
 
 def _numbered(names: list[str]) -> str:
@@ -320,71 +249,67 @@ def _sizes(
     probe: list[Part],
     expert_modules: dict[str, Any],
 ) -> TransformersConfig:
+    """Return the sizes of a model, from its modules and their calls."""
     calls = [part.attention for part in probe if part.attention is not None]
     if not calls:
         raise UnsupportedModelError(
             "it has no attention at all, and titan reads its heads from there"
         )
-    config = model.hf.config
-    refuses = _refusals(model, source, calls, expert_modules)
-    recurrent = sum(part.recurrence or 0 for part in probe)
-    windows = {int(p.name.split(".")[1]): 1 for p in probe if p.recurrence is not None}
-    heads: dict[int, HeadNumbers] = {}
-    for part in probe:
-        if part.attention is not None:
-            inner: Any = part.module.inner_attention
-            windows[int(part.name.split(".")[1])] = inner.window
-            call = part.attention
-            heads[int(part.name.split(".")[1])] = HeadNumbers(
-                call.heads, call.kv_heads, call.head_dim
-            )
-    of_experts = {
-        int(name.split(".")[1]): sum(p.numel() for p in module.parameters())
-        for name, module in expert_modules.items()
-    }
-    one = next(iter(expert_modules.values()), None)
-    total = one.total if one is not None else 0
-    top_k = max((module.top_k for module in expert_modules.values()), default=0)
     embedding: Any = model.tok_embeddings
-    share = {
-        id(p): module.top_k / module.total
-        for module in expert_modules.values()
-        for p in module.parameters()
-        if p.ndim == 3
-    }
-    matmuls = sum(
-        p.numel() * share.get(id(p), 1) for p in model.layers.parameters() if p.ndim > 1
-    )
     output: Any = model.output
-    down = None if one is None else one.down_proj
+    vocab_size, dim = embedding.weight.shape
+    heads = dict.fromkeys(model.layers, HeadNumbers())
+    windows = dict.fromkeys(model.layers, 0)
+    windows |= {_block_of(part.name): 1 for part in probe if part.recurrence is not None}
+    for part in probe:
+        if (call := part.attention) is not None:
+            block, inner = _block_of(part.name), call.module.inner_attention
+            windows[block] = inner.window
+            heads[block] = HeadNumbers(call.heads, call.kv_heads, call.head_dim)
+    of_experts = dict.fromkeys(model.layers, 0)
+    share: dict[Any, float] = {}  # of a parameter's numbers that act on one token
+    total = top_k = expert_dim = 0
+    for name, module in expert_modules.items():
+        of_experts[_block_of(name)] = _count(module)
+        stacks = (p for p in module.parameters() if p.ndim == 3)
+        share |= dict.fromkeys(stacks, module.top_k / module.total)
+        total = total or module.total
+        top_k = max(top_k, module.top_k)
+        expert_dim = expert_dim or module.down_proj.numel() // total // dim
+    matrices = (p for p in model.layers.parameters() if p.ndim > 1)
+    matmuls = sum(p.numel() * share.get(p, 1) for p in matrices)
+    most = max(heads.values())
     return TransformersConfig(
         source=source,
-        dim=embedding.weight.shape[1],
+        dim=dim,
         n_layers=len(model.layers),
-        n_heads=max(heads.values()).heads,
-        n_kv_heads=max(heads.values()).kv_heads,
+        n_heads=most.heads,
+        n_kv_heads=most.kv_heads,
         head_dim=max(call.head_dim for call in calls),
-        ffn_dim=getattr(config, "intermediate_size", None) or 4 * embedding.weight.shape[1],
-        vocab_size=embedding.weight.shape[0],
+        ffn_dim=getattr(model.hf.config, "intermediate_size", None) or 4 * dim,
+        vocab_size=vocab_size,
         tied_embeddings=output.weight is embedding.weight,
         num_experts=total,
         top_k=top_k,
-        expert_dim=0 if down is None else down.numel() // total // embedding.weight.shape[1],
-        first_modules=tuple(ends[0]),
-        final_modules=tuple(ends[1]),
-        params=sum(p.numel() for p in model.parameters()),
-        params_of_blocks=tuple(
-            sum(p.numel() for p in block.parameters()) for block in model.layers.values()
-        ),
-        experts_of_blocks=tuple(of_experts.get(n, 0) for n in range(len(model.layers))),
+        expert_dim=expert_dim,
+        first_modules=tuple(ends.first),
+        final_modules=tuple(ends.last),
+        params=_count(model),
+        params_of_blocks=tuple(map(_count, model.layers.values())),
+        experts_of_blocks=tuple(of_experts.values()),
         matmul_params=int(matmuls) + output.weight.numel(),
-        recurrent_flops=recurrent,
-        heads_of_blocks=tuple(heads.get(n, HeadNumbers()) for n in range(len(model.layers))),
-        windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
+        recurrent_flops=sum(part.recurrence or 0 for part in probe),
+        heads_of_blocks=tuple(heads.values()),
+        windows=tuple(windows.values()),
         table_positions=_table_positions(model),
-        reach=model.__dict__.get("reach", 0),
-        refuses=tuple(refuses.items()),
+        reach=model.reach,
+        refuses=tuple(_refusals(model, source, calls, expert_modules).items()),
     )
+
+
+def _count(module: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(p.numel() for p in module.parameters())
 
 
 def _refusals(
@@ -396,7 +321,7 @@ def _refusals(
     """Return the techniques that a model cannot have, with the reasons."""
     refuses: dict[str, str] = {}
     deaf = [type(call.module).__name__ for call in calls if not call.takes_documents]
-    if deaf := [*deaf, *model.__dict__.get("without_documents", ())]:
+    if deaf := [*deaf, *model.without_documents]:
         refuses["document_mask"] = (
             f"{deaf[0]} does not hand on the arguments that say where documents end"
         )

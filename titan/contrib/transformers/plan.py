@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,20 +17,13 @@ from torch import Tensor, nn
 from titan.parallel.module_kinds import ExpertModule, is_kind
 from titan.parallel.tensor import style_names
 
-from .errors import WrongKeyError
+from .config import FIELDS
+from .errors import WrongKeyError, hint
 
 Styles = dict[str, str]
 """Styles of modules, by name or pattern."""
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input", "packed_rowwise")
-
-
-# Names that transformers' models share, for those that name no plan.
-_USUAL = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "colwise"),
-    **dict.fromkeys(("gate_proj", "up_proj", "fc1"), "colwise"),
-    **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc2"), "rowwise"),
-}
 
 
 @dataclass
@@ -109,8 +101,7 @@ def _check_given(model: nn.Module, given: Styles) -> None:
 
 
 def _near(word: str, known: list[str]) -> str:
-    near = get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
+    return hint(word, known) or f"; there are {', '.join(known)}"
 
 
 class _Plan:
@@ -176,7 +167,7 @@ class _Plan:
         parent, _, leaf = name.rpartition(".")
         if found or any(pattern.startswith(f"{_star(parent)}.") for pattern in self.theirs):
             return found
-        return _USUAL.get(leaf, "")
+        return next((s for s, names in FIELDS["styles"].items() if leaf in names), "")
 
     def _child(self, name: str, module: nn.Module) -> None:
         """Find the styles of a child of a block."""
@@ -192,20 +183,22 @@ class _Plan:
             self._recurrence(name, inside)
             return
         experts = [n for n, m in inside.items() if is_kind(m, ExpertModule)]
-        attends = any(part.attention is not None for part in within)
+        attends = (part for part in within if part.attention is not None)
+        attention = next(attends, Part(name, module))  # a feed-forward layer has none
+        style = self._their_style(name)
         if experts:
-            if attends:
+            if attention.attention is not None:
                 raise _Underivable(f"{name} has experts and attention in one module")
             self._put(name, "local_tokens")
             for expert in experts:
                 self._put(expert, "experts")
-        elif isinstance(module, nn.Linear) and self._their_style(name) in (*COLUMNS, *ROWS):
+        elif isinstance(module, nn.Linear) and style in (*COLUMNS, *ROWS):
             # A feed-forward layer whose matrices are the block's own children.
-            self._put(
-                name, "gather_colwise" if self._their_style(name) in COLUMNS else "rowwise"
-            )
-        elif attends or any(self._their_style(n) in (*COLUMNS, *ROWS) for n in inside):
-            self._region(name, module, inside, attends=attends)
+            self._put(name, "gather_colwise" if style in COLUMNS else "rowwise")
+        elif attention.attention or any(
+            self._their_style(n) in (*COLUMNS, *ROWS) for n in inside
+        ):
+            self._region(name, inside, attention)
         elif any(isinstance(m, nn.modules.conv._ConvNd) for m in inside.values()):
             self._put(name, None)
         elif name in inside and len(inside) == 1:
@@ -240,23 +233,19 @@ class _Plan:
                 self._put(inner, "replicated")
                 whole = (*whole, f"{inner}.")
 
-    def _region(
-        self, name: str, module: nn.Module, inside: dict[str, nn.Module], *, attends: bool
-    ) -> None:
+    def _region(self, name: str, inside: dict[str, nn.Module], attention: Part) -> None:
         """Find the styles in attention or a feed-forward layer, whose input is all-gathered over the sequence."""
         own = self.parts[name]
-        parts = (p for n, p in self.parts.items() if n.startswith(name) and p.attention)
-        attention = next(parts, Part(name, module))  # a feed-forward layer has none
         call, (queries, keys, values) = attention.attention, attention.roles
-        own_parameters = dict(module.named_parameters(recurse=False))
+        own_parameters = dict(own.module.named_parameters(recurse=False))
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
                 raise _Underivable(
-                    f"{name} ({type(module).__name__}) holds the parameter {n} outside of its modules"
+                    f"{name} ({type(own.module).__name__}) holds the parameter {n} outside of its modules"
                 )
         if not any(self._their_style(n) in COLUMNS for n in inside):
             raise _Underivable(
-                f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
+                f"transformers names no plan for {name} ({type(own.module).__name__}); [model.plan] may"
             )
         linear = {
             n: self._their_style(n) for n, m in inside.items() if isinstance(m, nn.Linear)
@@ -267,8 +256,9 @@ class _Plan:
         shares_heads = call is not None and call.kv_heads < call.heads
         is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)
         is_fused = is_fused or (shares_heads and bool(columns & queries & keys))
-        is_fused = is_fused or (attends and self.whole_heads)
-        if not attends:  # their plan may say more than the cuts
+        if call is not None:
+            is_fused |= self.whole_heads
+        else:  # their plan may say more than the cuts
             is_fused |= any(self._their_style(n) == "colwise_gather_output" for n in inside)
         number = (
             f":{call.kv_heads}"

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention
-from .errors import UnsupportedModelError, message_of
+from .errors import UnsupportedModelError, refusing
 from .flows import Flows
 from .plan import Part
 
 _PROBE_LENGTH = 8
+_NO_DATA = "its forward pass does not run without data"
 
 
 class Watch(TorchDispatchMode):
@@ -95,15 +96,14 @@ def run_once(model: Any) -> list[Part]:
         part.input = given
         is_block = re.fullmatch(r"layers\.\d+", name) is not None
         if is_block and sum(x.shape == tensors[0].shape for x in tensors) > 1:
-            model.__dict__["reads_twice"] = name
+            model.reads_twice = name
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
         parts[id(module)].output = output
         if isinstance(module, nn.Linear) and isinstance(output, Tensor) and not is_again:
             seen.flows.begin(name, output, -1)
         if name.startswith("layers.") and name.count(".") == 1:
-            size = len(output) if isinstance(output, tuple) else 0
-            model.__dict__["returns"] = size
+            model.returns = len(output) if isinstance(output, tuple) else 0
 
     for name, module in model.named_modules():
         if name and name != "layers":
@@ -114,27 +114,21 @@ def run_once(model: Any) -> list[Part]:
     try:
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
         seen = Watch(parts)
-        with _on_meta(model), attention.recording() as record, seen:
+        with refusing(_NO_DATA), _on_meta(model), attention.recording() as record, seen:
             record.follow = seen.flows.begin
             model(tokens, document_ids_BS=tokens)
         is_again.append(True)
         # Once more as in a run, in which transformers makes no masks.
         model.hf.config._attn_implementation = attention.RUN
-        with _on_meta(model), attention.recording():
+        with refusing(_NO_DATA), _on_meta(model), attention.recording():
             model(tokens)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"its forward pass does not run without data: {message_of(error)}"
-        ) from error
     finally:
         for handle in handles:
             handle.remove()
     if seen.where:
         raise UnsupportedModelError(f"{seen.where} draws random numbers in training")
     _complete(parts, record, seen.flows)
-    model.__dict__.update(without_documents=record.without_documents, reach=record.reach)
+    model.without_documents, model.reach = record.without_documents, record.reach
     mixers = {*record.calls, *record.recurrences}
     for name, block in model.layers.items():
         if not any(id(module) in mixers for module in block.modules()):

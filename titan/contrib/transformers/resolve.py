@@ -6,7 +6,6 @@ Importing this file imports neither torch nor transformers. Its functions import
 from __future__ import annotations
 
 import json
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,12 +15,13 @@ from titan.base.untrusted import InputError, is_there, read_json
 from titan.config.errors import hub_fix
 
 from .config import NAMES, ModelSource, TransformersConfig
-from .errors import UnsupportedModelError, WrongKeyError, message_of
+from .errors import UnsupportedModelError, WrongKeyError, hint, refusing
 
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
 Fields = dict[str, Any]
 """A config.json, or a table in it."""
+_REFUSED = "transformers refuses the config"
 _MOST_EXPERTS = 2**16  # far beyond any model: each expert has its own names on disk
 
 
@@ -75,9 +75,8 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
                     "have read it, or --trust-remote-code of a command that reads a checkpoint"
                 )
             code = path if Path(path).is_dir() else str(Path(path).parent)
-            config = _checked(
-                lambda: transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
-            )
+            with refusing(_REFUSED):
+                config = transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
         else:
             config = _config_of(transformers, content)
     else:
@@ -85,12 +84,12 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
         if kind is None or getattr(kind, "config_class", None) is None:
             endings = ("ForCausalLM", "LMHeadModel")
             names = [n for n in dir(transformers) if n.endswith(endings) and n[:4] != "Auto"]
-            near = get_close_matches(architecture, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            message = f"transformers {transformers.__version__} has no {architecture}{hint}"
+            near = hint(architecture, names, cutoff=0.5)
+            message = f"transformers {transformers.__version__} has no {architecture}{near}"
             raise WrongKeyError(("model.architecture", message))
         content = {"architectures": [architecture]}
-        config = _checked(lambda: kind.config_class(**content))
+        with refusing(_REFUSED):
+            config = kind.config_class(**content)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder with a decoder, and titan trains decoders alone"
@@ -104,8 +103,8 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
         _merged(config.to_dict(), changes, config)
         _require_effect(config, changes, "the folder's own code gets no other values")
     else:
-        before = config
-        config = _checked(lambda: _changed(before, content, changes))
+        with refusing(_REFUSED):
+            config = _changed(config, content, changes)
     _require_enough_experts(config.to_dict())
     return _source(config, code)
 
@@ -148,7 +147,7 @@ def _changed(config: Any, given: Fields, overrides: Fields) -> Any:
         config = kind.from_dict(content)
     except Exception:
         # A class may have a default for each layer of its default depth.
-        config = _checked(lambda: kind.from_dict({**cut, **content}))
+        config = kind.from_dict({**cut, **content})
     _require_effect(config, changes, "the config of {} derives this field from others, as {}")
     return config
 
@@ -178,12 +177,11 @@ def _config_of(transformers: Any, content: Fields) -> Any:
     known = transformers.CONFIG_MAPPING
     type_ = str(content.get("model_type", ""))
     if type_ not in known:
-        near = get_close_matches(type_, [*known], n=1)
-        hint = f"; did it mean {near[0]}?" if near else ""
         raise UnsupportedModelError(
-            f'transformers {transformers.__version__} has no model_type "{type_}"{hint}'
+            f'transformers {transformers.__version__} has no model_type "{type_}"{hint(type_, known)}'
         )
-    config = _checked(lambda: known[type_].from_dict(content))
+    with refusing(_REFUSED):
+        config = known[type_].from_dict(content)
     for name in content.get("architectures") or ():
         kind = getattr(getattr(transformers, str(name), None), "config_class", None)
         if kind is not None and kind.model_type != content["model_type"]:
@@ -229,10 +227,10 @@ def _merged(fields: Fields, changes: Fields, config: Any, table: str = "") -> Fi
             hasattr(config, key) or any(key in names for names in NAMES.values())
         )
         if key not in known and not is_field:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
             where = f"{table[:-1]} in the" if table else "the"
-            message = f"{where} config of {config.model_type} has no such field{hint}"
+            message = (
+                f"{where} config of {config.model_type} has no such field{hint(key, known)}"
+            )
             raise WrongKeyError((f"model.overrides.{table}{key}", message))
         before = fields.get(key)
         if isinstance(before, dict) != isinstance(value, dict) and before is not None:
@@ -242,17 +240,6 @@ def _merged(fields: Fields, changes: Fields, config: Any, table: str = "") -> Fi
             value = _merged(before, value, config, f"{table}{key}.")
         merged[key] = value
     return merged
-
-
-def _checked(build: Any) -> Any:
-    """Return a config, or raise UnsupportedModelError if transformers refuses its values."""
-    try:
-        return build()
-    except (UnsupportedModelError, WrongKeyError):
-        raise
-    except Exception as error:
-        text = message_of(error)
-        raise UnsupportedModelError(f"transformers refuses the config: {text}") from error
 
 
 def _config_json(path: Path) -> Fields:
@@ -294,7 +281,7 @@ def _import() -> Any:
     return transformers
 
 
-def resolve_config(content: Fields) -> TransformersConfig:
+def read_config(content: Fields) -> TransformersConfig:
     """Return the sizes of a config.json.
 
     Raises:
@@ -316,12 +303,5 @@ def describe(source: ModelSource) -> TransformersConfig:
 
     from .model import TransformersModel
 
-    try:
-        with torch.device("meta"):
-            return TransformersModel(source).config
-    except (UnsupportedModelError, WrongKeyError):
-        raise
-    except Exception as error:  # of transformers' code, which may be anyone's
-        raise UnsupportedModelError(
-            f"its sizes cannot be found: {message_of(error)}"
-        ) from error
+    with refusing("its sizes cannot be found"), torch.device("meta"):
+        return TransformersModel(source).config

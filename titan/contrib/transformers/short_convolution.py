@@ -7,42 +7,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan.parallel.documents import DocumentMask
 
-from .linear_attention_borders import Bordered, SequenceBorders
-
-
-class ShortConvolution(Bordered):
-    """Causal depthwise convolution, optionally only within documents. It has no activation.
-
-    Attributes:
-        weight: Factors of a position and the W - 1 positions before it, (D, 1, W) as in `nn.Conv1d`. The last is the position's own.
-        bias: Bias of each channel, (D,), or None.
-    """
-
-    def __init__(self, channels: int, *, kernel: int = 4, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-
-    def forward(
-        self, x_BSD: Tensor, document_ids_BS: Tensor | DocumentMask | None = None
-    ) -> Tensor:
-        """Return the output, (B, S, D).
-
-        Args:
-            x_BSD: Input.
-            document_ids_BS: Numbers of the documents that are packed into each sequence, int64, or their `DocumentMask`. A position
-                sees its own document only. None: no documents.
-
-        Raises:
-            ValueError: A rank's pieces of the sequence are shorter than W - 1 positions.
-        """
-        return short_convolution(
-            x_BSD, self.weight[:, 0], self.bias, self.borders, document_ids_BS=document_ids_BS
-        )
+from .linear_attention_borders import SequenceBorders
 
 
 def short_convolution(
@@ -53,14 +22,15 @@ def short_convolution(
     *,
     document_ids_BS: Tensor | DocumentMask | None,
 ) -> Tensor:
-    """Return the output of `ShortConvolution` with weights of any module, (B, S, D).
+    """Return the output of a causal depthwise convolution without activation, (B, S, D).
 
     Args:
         x_BSD: Input.
-        weight_DW: Factors of a position and the W - 1 positions before it.
+        weight_DW: Factors of a position and the W - 1 positions before it, its own the last.
         bias_D: Bias of each channel, or None.
         borders: Borders of this rank's part of the sequence.
-        document_ids_BS: See `ShortConvolution.forward`.
+        document_ids_BS: Numbers of the documents that are packed into each sequence, int64, or
+            their `DocumentMask`. A position sees its own document only. None: no documents.
 
     Raises:
         ValueError: A rank's pieces of the sequence are shorter than W - 1 positions.

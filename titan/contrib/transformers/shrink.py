@@ -6,23 +6,8 @@ import json
 from itertools import count
 from typing import Any
 
-from .config import NAMES, TransformersConfig
+from .config import FIELDS, NAMES, TransformersConfig
 
-_LIMITS = {
-    "ffn_dim": 96,
-    "vocab_size": 512,
-    "num_experts": 8,
-    "top_k": 2,
-    "expert_dim": 32,
-    "window": 24,
-    "dim": 64,
-}
-# Of latent and linear attention, of groups of experts, and of what comes before the experts.
-_OTHERS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
-_OTHERS |= {"v_head_dim": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-_OTHERS |= {"moe_layer_start_index": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_OTHERS |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-_OTHERS |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
 _HEAD_DIM = 16
 
 
@@ -40,7 +25,7 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     groups = min(sizes.n_kv_heads, 4 if ratio == 1 else 2, *fields)
     wanted = {
         name: min(limit, getattr(sizes, name, limit) or limit)
-        for name, limit in _LIMITS.items()
+        for name, limit in FIELDS["small"].items()
     }
     wanted |= {"n_heads": groups * ratio, "n_kv_heads": groups}
     wanted["n_layers"] = n_layers or num_layers(sizes)
@@ -54,7 +39,7 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
                 _is_number(content.get(key)) and content[key]
             ):  # 0 is turned off, such as a window
                 overrides[key] = value
-    for key, value in _OTHERS.items():
+    for key, value in FIELDS["small_fields"].items():
         if _is_number(content.get(key)):
             overrides[key] = min(value, content[key])
     for key, value in content.items():

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
-from titan.config.options import command_parser
+from titan.config.options import table_parser
+from titan.config.toml import table_beside
 from titan.tools.row_files import MAX_ROWS, run_names
 
 from .reading import RunReader, read_all
 from .server import LOOPBACK, Server, page
 
-PORT = 6060
 _ALL_ROWS = 20_000  # of all runs together: many runs must not make the page slow
 
 
@@ -27,18 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
     """
-    about = "A live page of runs: curves, throughput, ranks, events."
-    parser = command_parser("watch", summary=about)
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", type=Path, help="run folder (job.dump_folder)")
-    add("--port", type=int, default=PORT, metavar="P", help=f"default: {PORT}; 0: a free one")
-    add(
-        "--host",
-        default="127.0.0.1",
-        metavar="H",
-        help="address to listen on; default: 127.0.0.1",
-    )
-    add("--once", type=Path, metavar="FILE.html", help="write the page as it is now, and end")
+    parser = table_parser("watch", table_beside(__file__, "command.toml"))
     arguments = parser.parse_args(argv)
     readers, host = open_runs(RunFolder.find(arguments.runs)), arguments.host
     if arguments.once:

@@ -5,7 +5,7 @@ Errors are the largest difference over the largest value of the same tensor: out
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -25,7 +25,8 @@ from tests.support.linear_attention import (
     with_gradients,
 )
 from titan.contrib.transformers.linear_attention import LinearAttention, linear_attention
-from titan.contrib.transformers.short_convolution import ShortConvolution
+from titan.contrib.transformers.linear_attention_borders import SequenceBorders
+from titan.contrib.transformers.short_convolution import short_convolution
 
 CHUNKS = (16, 32, 64, 128)
 
@@ -178,27 +179,21 @@ def test_a_chunk_is_a_power_of_two() -> None:
         LinearAttention(chunk=48)
 
 
-@cache
-def _convolution(bias: bool) -> ShortConvolution:
-    module = ShortConvolution(6, bias=bias).double()
-    for number, parameter in enumerate(module.parameters()):
-        generator = torch.Generator().manual_seed(number)
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return module
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_convolution_equals_torch_within_each_document(bias: bool) -> None:
-    module = _convolution(bias)
+    drawn = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 1, 4, generator=drawn, dtype=torch.float64)
+    bias_D = torch.randn(6, generator=drawn, dtype=torch.float64) if bias else None
     lengths = (1, 5, 2, 3, 10, 1, 1)
     documents = [torch.randn(2, 6, n, dtype=torch.float64) for n in lengths]
-    options = {"bias": module.bias, "padding": 3, "groups": 6}
-    parts = [F.conv1d(x, module.weight, **options)[..., :-3] for x in documents]
+    options: Any = {"bias": bias_D, "padding": 3, "groups": 6}
+    parts = [F.conv1d(x, weight, **options)[..., :-3] for x in documents]
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).repeat(2, 1)
     whole, expected = (torch.cat(x, dim=-1).mT for x in (documents, parts))
-    torch.testing.assert_close(module(whole, ids), expected, rtol=0, atol=1e-14)
-    alone = F.conv1d(whole.mT, module.weight, **options)[..., :-3].mT
-    torch.testing.assert_close(module(whole), alone, rtol=0, atol=1e-14)
+    ours = partial(short_convolution, whole, weight[:, 0], bias_D, SequenceBorders())
+    torch.testing.assert_close(ours(document_ids_BS=ids), expected, rtol=0, atol=1e-14)
+    alone = F.conv1d(whole.mT, weight, **options)[..., :-3].mT
+    torch.testing.assert_close(ours(document_ids_BS=None), alone, rtol=0, atol=1e-14)
 
 
 def test_compiles_without_a_graph_break() -> None:

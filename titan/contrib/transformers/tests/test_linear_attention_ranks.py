@@ -19,7 +19,7 @@ from tests.support.linear_attention import KINDS, Kind, inputs, largest_error, p
 from tests.support.ranks import Pool
 from titan.contrib.transformers import linear_attention as module
 from titan.contrib.transformers.linear_attention import LinearAttention
-from titan.contrib.transformers.short_convolution import ShortConvolution
+from titan.contrib.transformers.short_convolution import short_convolution
 from titan.models.common.attention import InnerAttention
 from titan.parallel.activation import apply_ac
 from titan.parallel.context import apply_cp, mask_over_ranks, sequence_part, shard_sequence
@@ -36,7 +36,8 @@ class Layer(nn.Module):
         self.kind = kind
         self.sizes = [GROUPS * KEY, GROUPS * KEY, HEADS * VALUE]
         self.wide = nn.Linear(WIDTH, sum(self.sizes), bias=False)
-        self.convolution = ShortConvolution(sum(self.sizes), bias=True)
+        channels = sum(self.sizes)
+        self.convolution = nn.Conv1d(channels, channels, 4, groups=channels)
         self.gates = nn.Linear(
             WIDTH, HEADS * (KEY if kind.gates == "channel" else 1), bias=False
         )
@@ -45,7 +46,11 @@ class Layer(nn.Module):
         self.out = nn.Linear(HEADS * VALUE, WIDTH, bias=False)
 
     def forward(self, x_BSD: Tensor, ids: Any = None) -> Tensor:
-        mixed = F.silu(self.convolution(self.wide(x_BSD), ids))
+        weight_DW, bias_D = self.convolution.weight[:, 0], self.convolution.bias
+        borders, wide_BSD = self.inner.borders, self.wide(x_BSD)
+        mixed = F.silu(
+            short_convolution(wide_BSD, weight_DW, bias_D, borders, document_ids_BS=ids)
+        )
         q, k, v = (
             x.unflatten(-1, (heads, -1)).transpose(1, 2)
             for x, heads in zip(
