@@ -21,7 +21,7 @@ from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.config import schema as s
-from titan.config.errors import Problem, RuleViolation, violations_of
+from titan.config.errors import Problem, RuleViolation, problems_of
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
@@ -49,11 +49,7 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
         partial(_check_packages, device=device),
         *load_plug_ins("titan.rules", of="machine"),
     )
-    return [
-        config.source_map.problem(*violation)
-        for rule in rules
-        for violation in violations_of(rule, config)
-    ]
+    return [problem for rule in rules for problem in problems_of(rule, config)]
 
 
 # ---- folders -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Rules of the `[[phase]]` tables (docs/optimizers.md).
 
-titan/config/layout.py checks their order, which depends on the ranks.
+layout_rules.py checks their order, which depends on the ranks.
 """
 
 from __future__ import annotations

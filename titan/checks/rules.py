@@ -2,12 +2,13 @@
 
 They report every violation at once.
 
-    section_rules.py  one function for each section
-    quantize.py       the number formats of [quantize]
-    layout.py         needs the number of ranks as well
+    section_rules.py  one function for each section; its rules of choices, experts, phases and
+                      stages are in files of these names
+    layout_rules.py   rules that depend on the number of ranks
     machine.py        checks the machine that will run the job
     environment.py    torchrun's variables
 
+titan/config/model.py, task.py, loss.py and quantize.py have the rules of their own sections.
 A rule yields `(key, message)` for each violation: the key whose line is shown, and the fault with
 its fix. A key without a dot belongs to the rule's section. `check_to_run` runs the rules for a
 config, `load_to_run` for a command line.
@@ -24,10 +25,11 @@ from importlib.metadata import version
 
 from titan.base.hardware import count_accelerators
 from titan.checks.environment import check_environment
+from titan.checks.layout_rules import check_layout, resolve_layout
 from titan.checks.phase_rules import check_borders
 from titan.checks.section_rules import RULES
-from titan.config.errors import ConfigError, Problem, RuleViolation, violations_of
-from titan.config.layout import AXES, Layout, check_layout, resolve_layout
+from titan.config.errors import ConfigError, Problem, RuleViolation, problems_of
+from titan.config.layout import AXES, Layout
 from titan.config.load import load_from_argv, print_warnings
 from titan.config.phases import of_each_phase, phases_of
 from titan.config.plug_ins import load_plug_in, plug_ins
@@ -131,11 +133,9 @@ def _problems(
 ) -> list[Problem]:
     problems = check(config)
     if world_size is not None:
-        wrong = check_layout(config, world_size=world_size)
-        problems += wrong or [
-            config.source_map.problem(key, message)
-            for rule in (_check_axes, check_borders)
-            for key, message in violations_of(lambda c, r=rule, n=world_size: r(c, n), config)
+        problems += check_layout(config, world_size=world_size) or [
+            *problems_of(_check_axes, config, world_size),
+            *problems_of(check_borders, config, world_size),
         ]
     if here:
         from titan.checks.machine import (
@@ -175,11 +175,9 @@ def check(config: JobConfig) -> list[Problem]:
     return of_each_phase(
         config,
         lambda job: (
-            job.source_map.problem(
-                key if "." in key or "[" in key else f"{section}.{key}", message
-            )
+            problem
             for section, rule in [*RULES, *added]
-            for key, message in violations_of(rule, job)
+            for problem in problems_of(rule, job, section=section)
         ),
     )
 

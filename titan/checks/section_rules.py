@@ -238,7 +238,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
         if parallel.pipeline_parallel_degree == 1 or not splits_backward(name, csv=file):
             return
     except ValueError:
-        return  # layout.py reports the error of the file
+        return  # layout_rules.py reports the error of the file
     why = f"with schedule {file or name}, which splits the backward pass"
     # torch raises nothing, and up to half of the gradients are missing; docs/architecture.md.
     if parallel.fsdp_reshard_after_forward == "always":
@@ -286,7 +286,7 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
         yield "context_parallel_degree", f"{what}; {fix}"
     numbers = {model.n_heads, *(b.heads for b in model.heads_of_blocks)}
     of_ranks = [divmod(number, parallel.tensor_parallel_degree) for number in sorted(numbers)]
-    # layout.py reports a remainder
+    # layout_rules.py reports a remainder
     heads = next((heads for heads, rest in of_ranks if not rest and heads % cp), 0)
     # Each rank gets whole heads of the whole sequence.
     if method == "ulysses" and heads:

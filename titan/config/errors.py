@@ -220,9 +220,11 @@ def divisors(whole: int) -> list[int]:
     return sorted({*small, *(whole // d for d in small)})
 
 
-def neighbours(value: int, ascending: list[int]) -> list[int]:
-    """Return the nearest numbers below and above `value`."""
-    return [n for n in ascending if n < value][-1:] + [n for n in ascending if n > value][:1]
+def near(value: int, ascending: list[int]) -> str:
+    """Return the nearest numbers below and above `value` as text: "4 or 8"."""
+    below = [n for n in ascending if n < value]
+    above = [n for n in ascending if n > value]
+    return either(below[-1:] + above[:1])
 
 
 def around(value: int, unit: int) -> list[int]:
@@ -236,15 +238,24 @@ def either(values: list[int]) -> str:
     return " or ".join(map(str, values))
 
 
-def violations_of(
-    rule: Callable[[Any], Iterable[RuleViolation]], config: Any
-) -> list[RuleViolation]:
-    """Return the violations that a rule yields before it reads a setting whose value is unknown."""
-    violations = []
+def problems_of(
+    rule: Callable[..., Iterable[Any]], config: Any, *arguments: Any, section: str = ""
+) -> list[Problem]:
+    """Return the problems that a rule finds before it reads a setting whose value is unknown.
+
+    Args:
+        rule: yields the key and the message of each problem, and possibly lines to paste.
+        config: the job, which is the rule's first argument.
+        *arguments: the rule's other arguments.
+        section: section of the keys without a dot.
+    """
+    problems = []
     with suppress(UnknownValue):
-        for violation in rule(config):
-            violations.append(violation)  # noqa: PERF402 (keep the violations before an exception)
-    return violations
+        for key, *rest in rule(config, *arguments):
+            if section and not re.search(r"[.[]", key):
+                key = f"{section}.{key}"
+            problems.append(config.source_map.problem(key, *rest))
+    return problems
 
 
 @contextmanager

@@ -30,9 +30,8 @@ from .errors import (
     RuleViolation,
     choose,
     divisors,
-    either,
+    near,
     nearest,
-    neighbours,
 )
 from .plug_ins import is_ours, load_plug_in, plug_ins
 from .toml import format_value
@@ -412,7 +411,7 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
             f'expected "softmax" or "sigmoid", got {format_value(config.score)}',
         )
     if experts % max(1, groups):
-        fix = either(neighbours(groups, divisors(experts)))
+        fix = near(groups, divisors(experts))
         yield (
             f"{prefix}.num_groups",
             f"{groups} groups do not divide {experts} experts; use {fix}",
@@ -441,10 +440,10 @@ def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
     dim, heads, kv_heads, head_dim, num_params = (getattr(config, name, 0) for name in names)
     is_uneven = heads and dim % heads
     if is_uneven and not is_head_dim_set:
-        fix = f"use {either(neighbours(heads, divisors(dim)))} heads, or set head_dim"
+        fix = f"use {near(heads, divisors(dim))} heads, or set head_dim"
         yield f"{prefix}.n_heads", f"{heads} heads do not divide dim {dim}; {fix}"
     if kv_heads and heads % kv_heads:
-        fix = f"use {either(neighbours(kv_heads, divisors(heads)))}"
+        fix = f"use {near(kv_heads, divisors(heads))}"
         yield (
             f"{prefix}.n_kv_heads",
             f"{kv_heads} key/value heads do not divide {heads} heads; {fix}",

@@ -125,7 +125,7 @@ def _check_tokens(config: JobConfig, *, multiple: int) -> Iterator[RuleViolation
     if parallel.pipeline_parallel_degree > 1:
         sequences = parallel.pipeline_parallel_microbatch_size
     tokens, rest = divmod(sequences * training.seq_len, cp)
-    if not rest and tokens % multiple:  # layout.py reports a rest
+    if not rest and tokens % multiple:  # layout_rules.py reports a rest
         unit = multiple * cp
         fix = f"use {max(unit, training.seq_len // unit * unit)}"
         reason = f"a rank multiplies over {tokens} tokens at once, and 8 bits need a multiple of {multiple}"

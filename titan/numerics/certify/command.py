@@ -25,7 +25,7 @@ from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError
 from titan.checks.rules import check_to_run, load_to_run
 from titan.config.errors import ConfigError, choose
-from titan.config.layout import AXES, Layout, stage_split
+from titan.config.layout import AXES, Layout, degrees_of, stage_split
 from titan.config.load import load_from_argv
 from titan.config.model import family
 from titan.config.options import (
@@ -34,7 +34,6 @@ from titan.config.options import (
     mistake,
     put_json,
 )
-from titan.config.phases import degrees_of
 from titan.config.plug_ins import door, parts_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
