@@ -7,7 +7,7 @@ from pathlib import Path
 from titan.checks.rules import check as check_rules
 from titan.checks.shipped import about, copy, jobs
 from titan.commands import summary_of
-from titan.config.errors import ConfigError, did_you_mean
+from titan.config.errors import ConfigError, Problem, did_you_mean, readable
 from titan.config.load import load_from_argv
 from titan.config.options import JOB, command_parser, known_options, mistake, put_json
 from titan.config.render import json_schema, to_toml
@@ -43,11 +43,8 @@ def main(argv: list[str]) -> int:
     if options.list is not None:
         return _shipped(options.list, options.output, options.json)
     # Broken rules are reported together with wrong keys: the readable part of the config is checked.
-    problems = []
-    try:
-        resolved = load_from_argv(job, options=known_options(parser))
-    except ConfigError as error:
-        problems, resolved = error.problems, error.partial
+    problems: list[Problem] = []
+    resolved = readable(problems, load_from_argv, job, options=known_options(parser))
     if resolved is not None:
         problems += check_rules(resolved)
     if problems or resolved is None:

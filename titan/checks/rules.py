@@ -28,7 +28,7 @@ from titan.checks.environment import check_environment
 from titan.checks.layout_rules import check_layout, resolve_layout
 from titan.checks.phase_rules import check_borders
 from titan.checks.section_rules import RULES
-from titan.config.errors import ConfigError, Problem, RuleViolation, problems_of
+from titan.config.errors import ConfigError, Problem, RuleViolation, problems_of, readable
 from titan.config.layout import AXES, Layout
 from titan.config.load import load_from_argv, print_warnings
 from titan.config.phases import of_each_phase, phases_of
@@ -69,12 +69,11 @@ def load_to_run(
     problems = check_environment(os.environ) if here else []
     if world_size is None and not problems:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        config = load_from_argv(argv, options=options, warn=False)
-        warnings = config.source_map.warnings
-    except ConfigError as error:
-        # Check the readable part, too, so that one mistake does not hide the next.
-        problems, config, warnings = problems + error.problems, error.partial, []
+    # Check the readable part, too, so that one mistake does not hide the next.
+    mistakes: list[Problem] = []
+    config = readable(mistakes, load_from_argv, argv, options=options, warn=False)
+    warnings = config.source_map.warnings if config is not None and not mistakes else []
+    problems += mistakes
     if config is not None:
         problems += _problems(config, world_size, here=here, device=device)
         if here and not problems and config.parallelism.layout == "auto":

@@ -16,11 +16,12 @@ from difflib import get_close_matches
 from functools import cache
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titan.base.failure import UserError
 from titan.base.untrusted import MAX_TEXT, printable
 
+T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 RuleViolation = tuple[str, str]
@@ -122,15 +123,13 @@ class SourceMap:
 
     def problem(self, key: str, message: str, paste: tuple[str, ...] = ()) -> Problem:
         """Return a problem with `key`, at its line, or at the line of the nearest table around it."""
-        if place := self.locations.get(key):
-            return place.problem(message, paste)
         # A missing key has no line, but its table may have one.
         around = key
-        while around:
+        while around and around not in self.locations:
             around = parent(around)
-            if place := self.locations.get(around):
-                return Problem(place.file, place.line, key, message, paste)
-        return Problem(self.file, self.line, key, message, paste)
+        place = self.locations.get(around, SourceLocation(self.file, self.line, key))
+        written = place.written if around == key else key
+        return Problem(place.file, place.line, written, message, paste)
 
 
 def key_text(path: Iterable[str | int]) -> str:
@@ -256,6 +255,20 @@ def problems_of(
                 key = f"{section}.{key}"
             problems.append(config.source_map.problem(key, *rest))
     return problems
+
+
+def readable(
+    problems: list[Problem], load: Callable[..., T], *arguments: Any, **options: Any
+) -> T | None:
+    """Call a function that loads something.
+
+    If it raises `ConfigError`, add the problems, and return the part that could be read.
+    """
+    try:
+        return load(*arguments, **options)
+    except ConfigError as error:
+        problems += error.problems
+        return error.partial
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -33,6 +34,7 @@ from .errors import (
     foreign,
     key_text,
     parent,
+    readable,
 )
 from .keys import field_at, sections_with
 from .layer import ConfigLayer, LoadExtension
@@ -219,8 +221,7 @@ def _whole(path: KeyPath) -> KeyPath:
 
     This is a list with all its items, or a table that lacks a required key or the key that names its kind.
     """
-    lists = (n for n, part in enumerate(path) if isinstance(part, int))
-    path = path[: next(lists, len(path))]
+    path = tuple(takewhile(lambda part: isinstance(part, str), path))
     field = field_at(path)
     if field is None:
         return path
@@ -251,14 +252,15 @@ def load_from_argv(
     Raises:
         ConfigError: the command line, a file or a value is wrong.
     """
-    arguments, problems = _parse(argv, options=options)
-    config = None
-    if arguments is not None:
-        try:
-            overlays, overrides = arguments.overlays, arguments.overrides
-            config = load_config(arguments.job, overlays=overlays, overrides=overrides)
-        except ConfigError as error:
-            problems, config = problems + error.problems, error.partial
+    problems: list[Problem] = []
+    arguments = readable(problems, parse_args, argv, options=options)
+    config = arguments and readable(
+        problems,
+        load_config,
+        arguments.job,
+        overlays=arguments.overlays,
+        overrides=arguments.overrides,
+    )
     if problems or config is None:
         raise ConfigError(problems, partial=config)
     if warn:
@@ -281,18 +283,9 @@ def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments
         options: the command's other options, for the hint at a misspelt option.
 
     Raises:
-        ConfigError: an option is unknown, or there is no job file.
+        ConfigError: an option is unknown, or there is no job file. Its `partial` is the parts that
+            could be read, or None without a job file.
     """
-    arguments, problems = _parse(argv, options=options)
-    if problems or arguments is None:
-        raise ConfigError(problems)
-    return arguments
-
-
-def _parse(
-    argv: Sequence[str], *, options: Sequence[str]
-) -> tuple[Arguments | None, list[Problem]]:
-    """Split a command line like `parse_args`, but return the problems. The arguments are None if no file is named."""
     files: list[str] = []
     overrides: list[str] = []
     problems: list[Problem] = []
@@ -321,8 +314,12 @@ def _parse(
             overrides.append(f"{key[2:]}={value if equals else _take_value(key[2:], rest)}")
     if not files:
         problems.append(Problem(COMMAND_LINE, 0, "", f"no job file; expected {USAGE}"))
-        return None, problems
-    return Arguments(Path(files[0]), tuple(map(Path, files[1:])), tuple(overrides)), problems
+        raise ConfigError(problems)
+    job, *overlays = map(Path, files)
+    arguments = Arguments(job, tuple(overlays), tuple(overrides))
+    if problems:
+        raise ConfigError(problems, partial=arguments)
+    return arguments
 
 
 def _take_value(key: str, rest: list[str]) -> str:
@@ -390,18 +387,17 @@ def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
 
 def _override_value(key: str, text: str) -> Any:
     """Return `text` as a TOML value if it is valid, otherwise as a string. A key of type text needs no quotes."""
-    field = field_at(tuple(key.split(".")))
-    annotation = field.annotation if field else None
-    is_union = get_origin(annotation) in (Union, UnionType)
-    members = get_args(annotation) if is_union else (annotation,)
-    is_text = field is not None and all(
-        m in (str, type(None)) or get_origin(m) is Literal for m in members
-    )
     try:
         value = parse_value(text)
     except ValueError:
         return text  # unquoted text, as a shell leaves it
-    return text if is_text and not isinstance(value, str) else value
+    field = field_at(tuple(key.split(".")))
+    if field is None or isinstance(value, str):
+        return value
+    is_union = get_origin(field.annotation) in (Union, UnionType)
+    members = get_args(field.annotation) if is_union else (field.annotation,)
+    texts = (m in (str, type(None)) or get_origin(m) is Literal for m in members)
+    return text if all(texts) else value
 
 
 def leaves_layout_open(job: Sequence[str]) -> bool:

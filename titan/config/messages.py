@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import Problem, SourceMap, choose, did_you_mean, foreign, key_text, nearest
 from .keys import fields_at, models_at, sections_with
-from .toml import KeyPath, format_value
+from .toml import BOOLEANS, KeyPath, format_value
 
 # pydantic's error types, and the expected value in words.
 _WANTED = {
@@ -34,11 +34,6 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
-}
-# Booleans of other formats.
-_BOOLEANS: dict[str, bool] = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 
@@ -144,8 +139,9 @@ def _type_fix(value: Any, wanted: str, path: KeyPath) -> str:
     if wanted == "a whole number" and isinstance(value, float) and abs(value) < 1e15:
         below = int(value // 1)
         return f"; write {below}" if value == below else f"; write {below} or {below + 1}"
-    if wanted == "true or false" and str(value).lower() in _BOOLEANS:
-        return f"; write {format_value(_BOOLEANS[str(value).lower()])}"
+    booleans = BOOLEANS | {"1": True, "0": False}
+    if wanted == "true or false" and str(value).lower() in booleans:
+        return f"; write {format_value(booleans[str(value).lower()])}"
     if wanted == "text" and not isinstance(value, list | dict):
         return f"; write {format_value(format_value(value))}"
     if wanted == "a table" and isinstance(path[-1], int):  # an item of a list of tables

@@ -90,16 +90,18 @@ def jobs_of(config: JobConfig) -> list[JobConfig]:
     jobs = [job := config.model_copy(update={"phase": []})]
     lines = dict(config.source_map.locations)
     for number, section in enumerate(config.phase):
-        changes = section.model_dump(include=_TRAINING, exclude_none=True)
-        updates: dict[str, Any] = {"training": job.training.model_copy(update=changes)}
-        if degrees := section.model_dump(include=DEGREES, exclude_none=True):
-            updates["parallelism"] = job.parallelism.model_copy(update=degrees)
+        changes: dict[str, dict[str, Any]] = {
+            "training": section.model_dump(include=_TRAINING, exclude_none=True),
+            "parallelism": section.model_dump(include=DEGREES, exclude_none=True),
+        }
         if section.weights is not None:
             pairs = zip(job.data.sources, section.weights, strict=False)  # a rule compares them
             sources = [source.model_copy(update={"weight": weight}) for source, weight in pairs]
-            updates["data"] = job.data.model_copy(update={"sources": sources})
-        for name, keys in (("training", changes), ("parallelism", degrees)):
-            for key in keys:
+            changes["data"] = {"sources": sources}
+        updates = {}
+        for name, values in changes.items():
+            updates[name] = getattr(job, name).model_copy(update=values)
+            for key in values:
                 if place := lines.get(f"phase[{number}].{key}"):
                     lines[f"{name}.{key}"] = place
         jobs.append(job := job.model_copy(update=updates))

@@ -140,6 +140,11 @@ def _nearest_files(path: Path) -> str:
     return f"; there are {', '.join((beside or known).values())}" if known else ""
 
 
+# Booleans of other formats.
+BOOLEANS: dict[str, bool] = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+}
 _EXPLAINED = {
     "Cannot overwrite a value": "this key is set twice",
     "Cannot declare": "this table is written twice, or its name is already a value",
@@ -152,27 +157,16 @@ def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
     """Explain a syntax error in plain words, with the line itself and the usual cause."""
     lines = text.splitlines() or [""]
     # The message of tomllib ends with the place, or with a note that the text ended.
-    where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+    reason, _, place = str(error).partition(" (at ")
+    where = re.match(r"line (\d+), column", place)
     line = min(int(where[1]), len(lines)) if where else len(lines)
-    reason = (
-        str(error)[: where.start()]
-        if where
-        else str(error).replace(" (at end of document)", "")
-    )
-    what = next(
-        (plain for begin, plain in _EXPLAINED.items() if reason.startswith(begin)), reason
-    )
+    plain = [text for begin, text in _EXPLAINED.items() if reason.startswith(begin)]
+    reason = plain[0] if plain else reason[:1].lower() + reason[1:]
     source = lines[line - 1].strip()
-    message = f"not valid TOML: {what[:1].lower()}{what[1:]}, in `{source[:80]}`"
+    message = f"not valid TOML: {reason}, in `{source[:80]}`"
     # The usual cause: text without quotes, or a boolean in another spelling.
     if bare := re.fullmatch(r"([\w.\-]+\s*=\s*)([A-Za-z./~][^\"'\[\]{}#]*?)\s*(#.*)?", source):
-        word = bare[2]
-        boolean = word.lower() in ("true", "false", "yes", "no", "on", "off")
-        right = (
-            str(word.lower() in ("true", "yes", "on")).lower()
-            if boolean
-            else format_value(word)
-        )
+        right = format_value(BOOLEANS.get(bare[2].lower(), bare[2]))
         message += f"; write {bare[1]}{right}"
     return Problem(str(path), line, "", message)
 
@@ -205,9 +199,9 @@ class _Scanner:
         assert match, f"no TOML at character {self.at}"
         return match
 
-    def _mark(self, path: KeyPath) -> None:
+    def _mark(self, path: KeyPath, place: int) -> None:
         # Newlines before this place, counted by bisection.
-        line = bisect_right(self.newlines, self.at - 1) + 1
+        line = bisect_right(self.newlines, place - 1) + 1
         # A dotted key also creates the tables in front of it.
         for length in range(1, len(path)):
             self.lines.setdefault(path[:length], line)
@@ -230,7 +224,7 @@ class _Scanner:
         brackets = 2 if self.text.startswith("[[", start) else 1
         self.at += brackets
         keys = self._keys()
-        end = self.at + brackets
+        self.at += brackets
         path: KeyPath = ()
         for depth, key in enumerate(keys, 1):
             path += (key,)
@@ -238,18 +232,14 @@ class _Scanner:
                 self.num_tables[path] = self.num_tables.get(path, 0) + 1
             if path in self.num_tables:
                 path += (self.num_tables[path] - 1,)
-        self.at = start
-        self._mark(path)
-        self.at = end
+        self._mark(path, start)
         return path
 
     def _pair(self, table: KeyPath) -> None:
         start = self.at
         path = (*table, *self._keys())
-        value_at = self.at + 1  # after "="
-        self.at = start
-        self._mark(path)
-        self.at = value_at
+        self._mark(path, start)
+        self.at += 1  # the equals sign
         self._value(path)
 
     def _value(self, path: KeyPath) -> None:
@@ -264,7 +254,7 @@ class _Scanner:
             if opening == "{":
                 self._pair(path)
             else:
-                self._mark((*path, index))
+                self._mark((*path, index), self.at)
                 self._value((*path, index))
                 index += 1
         self.at += 1
