@@ -16,6 +16,7 @@ from titan.config.errors import (
     Problem,
     RuleViolation,
     UnknownValue,
+    Violations,
     around,
     divisors,
     either,
@@ -62,7 +63,7 @@ def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     except UnknownValue:
         model = UnknownSizes()
 
-    def check(*rules: Callable[..., Iterator[RuleViolation]]) -> list[Problem]:
+    def check(*rules: Callable[..., Violations]) -> list[Problem]:
         return [p for rule in rules for p in problems_of(rule, config, model, world_size)]
 
     # If the degrees themselves are wrong, problems that follow from them are no help.
@@ -74,7 +75,7 @@ def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     return problems or check(_check_plug_in)
 
 
-def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_world(config: JobConfig, model: Any, world_size: int) -> Violations:
     degrees = degrees_of(config)
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
@@ -102,7 +103,7 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     yield key, f"{reason}; use {', or '.join(fixes)}"
 
 
-def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_batch(config: JobConfig, model: Any, world_size: int) -> Violations:
     training = config.training
     dp = layout_of(config, world_size).dp * config.groups.num_groups
     # -1 stands for one forward pass, which always fits.
@@ -114,7 +115,7 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
         yield "training.global_batch_size", _not_a_multiple(size, per_pass, unit)
 
 
-def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Violations:
     parallel, validation = config.parallelism, config.validation
     cp, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
     # Head-tail balance cuts the sequence into two chunks for each context-parallel rank.
@@ -134,7 +135,7 @@ def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[
             yield key, _not_a_multiple(length, chunks * cp * tp, unit)
 
 
-def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_phases(config: JobConfig, model: Any, world_size: int) -> Violations:
     """Check the order of phases.
 
     The step at which a number of tokens is reached depends on the ranks. Only the first mistake is reported, since it shifts
@@ -158,7 +159,7 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
             return
 
 
-def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Violations:
     """Check that stages and tensor parallelism leave out no module of another package's model, and that the model can have them.
 
     Tests check titan's families.
@@ -179,7 +180,7 @@ def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[R
         yield from check_split(config.model.name, model, stages=stages, tp=tp)
 
 
-def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Violations:
     """Check that the tensor-parallel ranks can split the model's matrices."""
     tp = config.parallelism.tensor_parallel_degree
     if reasons := [*_uneven(model, tp)]:
@@ -215,7 +216,7 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
         yield f"{tp} ranks cannot share a vocabulary of {vocabulary}: the last would have no row"
 
 
-def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_experts(config: JobConfig, model: Any, world_size: int) -> Violations:
     """Check that expert-parallel ranks can share the experts, and that the other axes have enough ranks for them."""
     parallel, ep = config.parallelism, config.parallelism.expert_parallel_degree
     experts, key = model.num_experts, "parallelism.expert_parallel_degree"
@@ -236,7 +237,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
         yield key, f"{ep} does not divide {axes} = {lent}; use {fix}"
 
 
-def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_units(config: JobConfig, model: Any, world_size: int) -> Violations:
     parallel = config.parallelism
     shards = layout_of(config, world_size).dp_shard * parallel.context_parallel_degree
     blocks = model.n_layers // parallel.pipeline_parallel_degree
@@ -256,7 +257,7 @@ def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
             yield f"parallelism.{name}", f"{reason}; use at most {blocks}"
 
 
-def _check_graphs(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_graphs(config: JobConfig, model: Any, world_size: int) -> Violations:
     mode = config.compile.mode
     if world_size > 1 and config.compile.enable and mode in CUDA_GRAPHS:
         fix = 'use "max-autotune-no-cudagraphs"'
@@ -266,7 +267,7 @@ def _check_graphs(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
 # ---- pipeline stages ---------------------------------------------------------------------------
 
 
-def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
+def _check_stages(config: JobConfig, model: Any, world_size: int) -> Violations:
     parallel, batch = config.parallelism, config.training.local_batch_size
     size, degree_key = parallel.pipeline_parallel_microbatch_size, AXES["pp"]
     schedule, csv = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv

@@ -21,7 +21,7 @@ from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.config import schema as s
-from titan.config.errors import Problem, RuleViolation, problems_of
+from titan.config.errors import Problem, Violations, problems_of
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
@@ -55,7 +55,7 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
 # ---- folders -----------------------------------------------------------------------------------
 
 
-def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
+def _check_folders(config: JobConfig) -> Violations:
     checkpoint = config.checkpoint
     cache = os.path.expanduser(config.data.cache_folder)  # noqa: PTH111 (no error for ~nobody)
     sources = sources_of(config, "training") if reads_text(config) else ()
@@ -219,7 +219,7 @@ def _exists(path: str) -> bool:
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
-def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
+def _check_checkpoints(config: JobConfig) -> Violations:
     """Check the initial weights of the run. Only the run itself looks at URLs, since that may take long."""
     section = config.checkpoint
     if not section.enable or "://" in section.folder:
@@ -310,7 +310,7 @@ def advise_config(config: JobConfig, folder: str) -> list[str]:
 # ---- torch and other packages ------------------------------------------------------------------
 
 
-def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleViolation]:
+def _check_packages(config: JobConfig, *, device: str | None) -> Violations:
     """Check the hardware and packages of 8-bit matmuls, and the packages of the optimizer and of metrics' sinks."""
     sections = [section for _, section in eight_bit_sections(config)]
     metrics, optimizer = config.metrics, config.optimizer

@@ -5,11 +5,10 @@ layout_rules.py checks their order, which depends on the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 
-from titan.config.errors import RuleViolation
+from titan.config.errors import Violations
 from titan.config.phases import DEGREES, longest_sequence, phases_of
 from titan.config.schema import JobConfig, reads_chats, streams
 from titan.config.task import reads_text
@@ -26,7 +25,7 @@ def has_conversations(config: JobConfig) -> bool:
     return named or config.training.dataset == "conversations"
 
 
-def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
+def check_borders(config: JobConfig, world_size: int) -> Violations:
     """Check each change of the layout, over which a checkpoint carries the run."""
     checkpoint, sources, training = config.checkpoint, config.data.sources, config.training
     if not sources and reads_text(config):
@@ -56,7 +55,7 @@ def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]
             )
 
 
-def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
+def check_phases(config: JobConfig) -> Violations:
     """Check each table alone, and against the rest of the job."""
     count, longest, is_text = (
         len(config.data.sources),

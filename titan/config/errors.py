@@ -26,6 +26,8 @@ KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 RuleViolation = tuple[str, str]
 """Key and message of a problem. A `SourceMap` adds file and line."""
+Violations = Iterator[RuleViolation]
+"""Violations that a rule finds."""
 
 
 @dataclass(frozen=True)

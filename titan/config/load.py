@@ -254,13 +254,12 @@ def load_from_argv(
     """
     problems: list[Problem] = []
     arguments = readable(problems, parse_args, argv, options=options)
-    config = arguments and readable(
-        problems,
-        load_config,
-        arguments.job,
-        overlays=arguments.overlays,
-        overrides=arguments.overrides,
-    )
+    config = None
+    if arguments is not None:
+        overlays, overrides = arguments.overlays, arguments.overrides
+        config = readable(
+            problems, load_config, arguments.job, overlays=overlays, overrides=overrides
+        )
     if problems or config is None:
         raise ConfigError(problems, partial=config)
     if warn:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -28,6 +28,7 @@ from .errors import (
     ConfigError,
     Problem,
     RuleViolation,
+    Violations,
     choose,
     divisors,
     near,
@@ -294,7 +295,7 @@ def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[st
     return frozen
 
 
-def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
+def check_freeze(section: ModelSection) -> Violations:
     """Check the patterns of `freeze` against the names of the model's parameters."""
     sizes = section.resolved[0]
     if section.freeze and sizes is not None:
@@ -325,9 +326,7 @@ def tensor_plan_of(model: Any, package: ModuleType) -> Mapping[str, str]:
     return getattr(model, "tensor_plan", package.TENSOR_PLAN)
 
 
-def check_split(
-    name: str, config: Any, *, stages: list[list[str]], tp: int
-) -> Iterator[RuleViolation]:
+def check_split(name: str, config: Any, *, stages: list[list[str]], tp: int) -> Violations:
     """Check that a plug-in's module can be cut into pipeline stages (if there are any) and split by `tp` ranks."""
     import torch
 
@@ -353,9 +352,7 @@ def check_split(
         yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"
 
 
-def check_fields(
-    overrides: dict[str, Any], flavor: Any, *, prefix: str
-) -> Iterator[RuleViolation]:
+def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Violations:
     """Check values for the fields of a dataclass: names, types and ranges."""
     types = (
         get_type_hints(type(flavor)) if overrides else {}
@@ -398,7 +395,7 @@ def replace_fields(flavor: Any, overrides: dict[str, Any]) -> Any:
     return dataclasses.replace(flavor, **changes)
 
 
-def _check_experts(config: Any) -> Iterator[RuleViolation]:
+def _check_experts(config: Any) -> Violations:
     """Check that a router can choose the configured numbers of experts and groups."""
     prefix, experts = "model.overrides", config.num_experts
     # A package's family may have its own router, without groups.
@@ -431,7 +428,7 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
         yield f"{prefix}.expert_dim", "must be at least 1, got 0"
 
 
-def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
+def _check_shape(config: Any, is_head_dim_set: bool) -> Violations:
     """Check the sizes that every attention model must satisfy. Fields that a family lacks are skipped."""
     names, prefix = (
         ("dim", "n_heads", "n_kv_heads", "head_dim", "num_params"),

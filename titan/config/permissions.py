@@ -84,7 +84,7 @@ class _Filter:
     def section(self, section: S, path: KeyPath) -> S | None:
         """Return a section without permissions, or None if it is nothing without them, as a dataset of the hub."""
         changes: dict[str, Any] = {}
-        for name, its_field in type(section).model_fields.items():
+        for name, its_field in section.__class__.model_fields.items():
             value, inner = vars(section).get(name), (*path, name)
             mark, key = permission_of(its_field), key_text(inner)
             if isinstance(value, Section):

@@ -7,13 +7,13 @@ prediction are entry points of the group `titan.tasks`. docs/models.md has an ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from .base import completed
-from .errors import RuleViolation, choose
+from .errors import Violations, choose
 from .model import check_fields, family, replace_fields
 from .plug_ins import load_plug_in, plug_ins
 from .schema import JobConfig, TaskSection
@@ -122,7 +122,7 @@ def _said(config: JobConfig) -> OptionDefaults:
     return completed(module and module.TaskOptions, OptionDefaults)
 
 
-def check_task(config: JobConfig) -> Iterator[RuleViolation]:
+def check_task(config: JobConfig) -> Violations:
     """Check the name and the options, and yield the problems that the task itself finds in the job."""
     section = config.task
     try:

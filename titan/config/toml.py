@@ -97,8 +97,8 @@ def format_value(value: Any) -> str:
 
 
 def _read_text(path: Path) -> str:
-    def problem(message: str) -> ConfigError:
-        return ConfigError([Problem(str(path), 0, "", message)])
+    def problem(message: str, line: int = 0) -> ConfigError:
+        return ConfigError([Problem(str(path), line, "", message)])
 
     try:
         with open_regular(path) as file:
@@ -113,7 +113,7 @@ def _read_text(path: Path) -> str:
         line = error.object[: error.start].count(b"\n") + 1
         byte = error.object[error.start]
         message = f"not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
-        raise ConfigError([Problem(str(path), line, "", message)]) from None
+        raise problem(message, line) from None
     except FileNotFoundError:
         raise problem(f"no such file{_nearest_files(path)}") from None
     except IsADirectoryError:

@@ -177,26 +177,24 @@ class Loader(Generic[B]):
             DataError: `steps` is -1, and the samples are a stream.
         """
         assert self._steps is None, "validation rewinds the samples; use a separate loader"
-        num_samples = self.samples.num_samples
-        is_stream = num_samples is None
+        stride, num_samples = self.share.stride, self.samples.num_samples
         if num_samples is not None:
             # An incomplete last stride counts too: its samples past the end are ignored.
-            all_steps = -(-num_samples // self.share.stride)
+            all_steps = -(-num_samples // stride)
             steps = all_steps if steps == -1 else min(steps, all_steps)
         elif steps == -1:
             raise DataError(
                 "validation.steps = -1 wants all of the text, and a stream has no end; give a number"
             )
-        if is_stream and len(self._validation) == steps:
+        if num_samples is None and len(self._validation) == steps:
             return iter(self._validation)
         # Epoch 0 has the same permutation each time, so the samples are the same too.
         self.samples.seek(0)
-        batches = (
-            self._make_batch(step * self.share.stride, end=num_samples) for step in range(steps)
-        )
-        if is_stream:
-            self._validation = list(batches)
-        return iter(self._validation) if is_stream else batches
+        batches = (self._make_batch(step * stride, end=num_samples) for step in range(steps))
+        if num_samples is None:
+            self._validation = [*batches]
+            return iter(self._validation)
+        return batches
 
     def close(self) -> None:
         """Stop the background thread, and drop the steps that it has read ahead."""

@@ -80,10 +80,8 @@ class StreamSamples(Source):
         self.special_tokens = special_tokens
         self._stream, self._tokenizer, self._seq_len = stream, tokenizer, seq_len
         self._keep, self._seed, self._identity = keep, seed, identity
-        self._shuffled, self._block_size = (
-            shuffle_buffer > 0,
-            shuffle_buffer or _UNSHUFFLED_BLOCK,
-        )
+        self._shuffled = shuffle_buffer > 0
+        self._block_size = shuffle_buffer or _UNSHUFFLED_BLOCK
         self._pool = ThreadPoolExecutor(_THREADS)
         self.seek(0)
 
