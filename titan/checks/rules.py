@@ -191,11 +191,10 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
         device: "cuda" or "cpu"; None: the job's kind of device.
     """
     on_cpu = (device or device_of(config)) == "cpu"
-    warnings = _advice(config, on_cpu=on_cpu)
-    return [str(config.source_map.problem(*warning)) for warning in warnings]
+    return [*map(str, problems_of(_advice, config, on_cpu))]
 
 
-def _advice(config: JobConfig, *, on_cpu: bool) -> Violations:
+def _advice(config: JobConfig, on_cpu: bool) -> Violations:
     schedule, steps = config.lr_scheduler, config.training.steps
     name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
     total = schedule.total_steps or steps

@@ -46,16 +46,11 @@ def _text(part: Any, path: KeyPath = ()) -> Violations:
     if isinstance(part, Section):
         # Iterating a section skips forgotten values.
         part = {name: value for name, value in part if name in type(part).model_fields}
-    if isinstance(part, str) and (
-        "\0" in part or part != part.encode(errors="replace").decode()
-    ):
+    if isinstance(part, str) and re.search("[\0\ud800-\udfff]", part):
         yield key_text(path), f"holds a character that no file can hold: {ascii(part)[:60]}"
-    pairs = (
-        part.items()
-        if isinstance(part, dict)
-        else enumerate(part if isinstance(part, list) else ())
-    )
-    for name, value in pairs:
+    if isinstance(part, list):
+        part = dict(enumerate(part))
+    for name, value in part.items() if isinstance(part, dict) else ():
         yield from _text(value, (*path, name))
 
 
@@ -323,18 +318,11 @@ def _recomputation(config: JobConfig) -> Violations:
                     key,
                     '">host" does not work in compiled blocks; leave it out or do not compile',
                 )
-    if section.op_keep_by_block and not by_op:
-        yield (
-            "op_keep_by_block",
-            'needs mode = "selective" with "op"; set that, or remove this key',
-        )
+    for key in ("op_keep_by_block", "op_keep_modules"):
+        if getattr(section, key) and not by_op:
+            yield key, 'needs mode = "selective" with "op"; set that, or remove this key'
     if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
         yield "op_keep", 'keeps nothing; use mode = "full"'
-    if section.op_keep_modules and not by_op:
-        yield (
-            "op_keep_modules",
-            'needs mode = "selective" with "op"; set that, or remove this key',
-        )
     # "op" keeps its results in its own storage, where offloading does not see them.
     if section.cpu_offload and by_op:
         yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'

@@ -23,6 +23,8 @@ from titan.base.untrusted import MAX_TEXT, printable
 
 T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
+Table = dict[str, Any]
+"""A table of TOML, whose values may be tables."""
 COMMAND_LINE = "command line"
 RuleViolation = tuple[str, str]
 """Key and message of a problem. A `SourceMap` adds file and line."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import Problem, SourceLocation, parent
+from .errors import Problem, SourceLocation, Table, parent
 from .plug_ins import door
 
 
@@ -18,10 +18,10 @@ class ConfigLayer:
         locations: place where each key was written.
     """
 
-    data: dict[str, Any]
+    data: Table
     locations: dict[str, SourceLocation]
 
-    def table_of(self, key: str, *, create: bool = False) -> dict[str, Any]:
+    def table_of(self, key: str, *, create: bool = False) -> Table:
         """Return the table that contains the last part of `key`, or an empty table if there is none."""
         table = self.data
         for name in parent(key).split(".") if parent(key) else []:
@@ -68,6 +68,6 @@ class LoadExtension:
         """Change one file in place. Return warnings and problems."""
         return [], []
 
-    def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
+    def complete(self, data: Table, locations: dict[str, SourceLocation]) -> list[str]:
         """Change the merged tables in place. Return warnings."""
         return []

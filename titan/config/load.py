@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from titan.base.run_folder import CONFIG, ENVIRONMENT
 from titan.base.untrusted import MAX_TEXT, printable
@@ -29,6 +30,7 @@ from .errors import (
     Problem,
     SourceLocation,
     SourceMap,
+    Table,
     collect_problems,
     did_you_mean,
     foreign,
@@ -92,15 +94,7 @@ def load_config(
     # All files are read before any report, so that one report has all mistakes.
     for path in (job, *overlays):
         with collect_problems(problems):
-            data, lines = read_toml(Path(path))
-            folder = Path(path).parent
-            if folder.resolve() != Path.cwd() and not _is_in_run_folder(Path(path)):
-                data = _paths_beside(data, folder)
-            locations = {
-                key_text(key_path): SourceLocation(str(path), line, key_text(key_path))
-                for key_path, line in lines.items()
-            }
-            layers.append(ConfigLayer(data, locations))
+            layers.append(_read_file(Path(path)))
     with collect_problems(problems):
         layers.append(_read_overrides(overrides))
     if (
@@ -108,7 +102,7 @@ def load_config(
     ):  # the settings of the unreadable part are unknown, so other errors could mislead
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
-    merged: dict[str, Any] = {}
+    merged: Table = {}
     extensions = [*parts_of(LoadExtension)]
     for layer in layers:
         for extension in extensions:
@@ -122,7 +116,7 @@ def load_config(
     of_run = of_run or _is_in_run_folder(Path(job))
     config, mistakes = _validate(merged, source_map, of_run=of_run)
     if of_run:
-        unread = [m for m in mistakes if m.file == str(job) and not _has_key(m.key)]
+        unread = [m for m in mistakes if m.file == str(job) and _field(m.key) is None]
         mistakes = [m for m in mistakes if m not in unread]
         if unread:
             names = ", ".join(m.key for m in unread)
@@ -132,6 +126,20 @@ def load_config(
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)
     return config
+
+
+def _read_file(path: Path) -> ConfigLayer:
+    """Return the settings of a file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    data, lines = read_toml(path)
+    if path.parent.resolve() != Path.cwd() and not _is_in_run_folder(path):
+        data = _paths_beside(data, path.parent)
+    keys = {key_text(key_path): line for key_path, line in lines.items()}
+    locations = {key: SourceLocation(str(path), line, key) for key, line in keys.items()}
+    return ConfigLayer(data, locations)
 
 
 def _paths_beside(value: Any, folder: Path, name: str = "") -> Any:
@@ -158,13 +166,13 @@ def _is_in_run_folder(job: Path) -> bool:
     return job.name == CONFIG and (job.parent / ENVIRONMENT).exists()
 
 
-def _has_key(key: str) -> bool:
-    return field_at(tuple(key.split("."))) is not None
+def _field(key: str) -> FieldInfo | None:
+    return field_at(tuple(key.split(".")))
 
 
 def _merge(
-    base: dict[str, Any],
-    top: dict[str, Any],
+    base: Table,
+    top: Table,
     *,
     locations: dict[str, SourceLocation],
     new: dict[str, SourceLocation],
@@ -189,7 +197,7 @@ def _is_within(key: str, table: str) -> bool:
 
 
 def _validate(
-    data: dict[str, Any], source_map: SourceMap, *, of_run: bool
+    data: Table, source_map: SourceMap, *, of_run: bool
 ) -> tuple[JobConfig, list[Problem]]:
     """Return the config and its mistakes. A wrong setting becomes unknown, so that no rule depends on it."""
     mistakes: dict[KeyPath, Problem] = {}
@@ -323,11 +331,10 @@ def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments
 
 def _take_value(key: str, rest: list[str]) -> str:
     """Return the value of `--section.key value`: the next word, unless a boolean stands alone."""
-    field = field_at(tuple(key.split(".")))
-    alone = (
-        field is not None and field.annotation is bool and rest[:1] not in (["true"], ["false"])
-    )
-    if alone or not rest or rest[0].startswith("--"):
+    field = _field(key)
+    is_bool = field is not None and field.annotation is bool
+    is_alone = is_bool and rest[:1] not in (["true"], ["false"])
+    if is_alone or not rest or rest[0].startswith("--"):
         return "true"
     return rest.pop(0)
 
@@ -390,7 +397,7 @@ def _override_value(key: str, text: str) -> Any:
         value = parse_value(text)
     except ValueError:
         return text  # unquoted text, as a shell leaves it
-    field = field_at(tuple(key.split(".")))
+    field = _field(key)
     if field is None or isinstance(value, str):
         return value
     is_union = get_origin(field.annotation) in (Union, UnionType)

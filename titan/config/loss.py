@@ -11,7 +11,7 @@ from inspect import Parameter, signature
 from typing import Any
 
 from .errors import Violations, choose
-from .plug_ins import load_plug_in, plug_ins
+from .plug_ins import load_plug_in, plug_ins_by_name
 from .schema import JobConfig, LossSection
 
 BUILT_IN = "cross_entropy"
@@ -28,8 +28,8 @@ def loss_function(section: LossSection) -> Callable[..., Any] | None:
     """
     if section.name == BUILT_IN:
         return None
-    entries = {entry.name: entry for entry in plug_ins("titan.losses")}
-    return partial(load_plug_in(entries[section.name]), **section.options)
+    entry = plug_ins_by_name("titan.losses")[section.name]
+    return partial(load_plug_in(entry), **section.options)
 
 
 def check_loss(config: JobConfig) -> Violations:
@@ -42,7 +42,7 @@ def check_loss(config: JobConfig) -> Violations:
     try:
         function = loss_function(section)
     except KeyError:
-        names = [BUILT_IN, *(entry.name for entry in plug_ins("titan.losses"))]
+        names = [BUILT_IN, *plug_ins_by_name("titan.losses")]
         yield "name", f'unknown loss "{section.name}"{choose(section.name, names)}'
         return
     assert isinstance(function, partial)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import Problem, SourceMap, choose, did_you_mean, foreign, key_text, nearest
+from .errors import Problem, SourceMap, Table, choose, did_you_mean, foreign, key_text, nearest
 from .keys import fields_at, models_at, sections_with
 from .toml import BOOLEANS, KeyPath, format_value
 
@@ -38,7 +38,7 @@ _BOUNDS = {
 
 
 def explain(
-    error: ValidationError, *, data: dict[str, Any], source_map: SourceMap
+    error: ValidationError, *, data: Table, source_map: SourceMap
 ) -> dict[KeyPath, Problem]:
     """Return every mistake that pydantic reports in `data`, by its key, in the order of the keys."""
     # A union reports one error for each member, all for one key.
@@ -51,7 +51,7 @@ def explain(
     }
 
 
-def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
+def likely_key(path: KeyPath, *, data: Table) -> KeyPath:
     """Return the key that was probably meant. It is `path` itself if that exists, or if no other key is similar."""
     here = fields_at(path[:-1], data=data)
     name = str(path[-1])
@@ -76,7 +76,7 @@ def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
     return path
 
 
-def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any]) -> str:
+def _message(path: KeyPath, errors: list[ErrorDetails], *, data: Table) -> str:
     # In a union, a member that rejects only the value gives a better message than a member that rejects the type.
     error = next((e for e in errors if e["type"] not in _WANTED), errors[0])
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
@@ -159,7 +159,7 @@ def _choice(value: Any, choices: list[str]) -> str:
     return f"expected one of {listed}, got {format_value(value)}{hint}"
 
 
-def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
+def _unknown(path: KeyPath, value: Any, *, data: Table) -> str:
     """Return the message for an unknown key, with a similar key here, or the same key in another section."""
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
     # The key may be correct, and belong to another member of the union.

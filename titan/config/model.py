@@ -34,7 +34,7 @@ from .errors import (
     near,
     nearest,
 )
-from .plug_ins import is_ours, load_plug_in, plug_ins
+from .plug_ins import is_ours, load_plug_in, plug_ins_by_name
 from .toml import format_value
 
 # Bounds far beyond any model. Without bounds, a typing error would show only by the memory that it needs.
@@ -167,11 +167,6 @@ def model_title(section: ModelSection) -> str:
     return section.architecture or Path(section.hf_path).name or section.flavor
 
 
-def num_blocks(sizes: Any) -> int:
-    """Return the number of blocks of a model, including multi-token prediction modules."""
-    return sizes.num_blocks
-
-
 @cache
 def families() -> list[str]:
     """Return the names of the model families that are installed."""
@@ -185,7 +180,7 @@ def families() -> list[str]:
 
 def plug_in_families() -> dict[str, EntryPoint]:
     """Return the entry points of other packages' families, by name."""
-    return {entry.name: entry for entry in plug_ins("titan.models")}
+    return plug_ins_by_name("titan.models")
 
 
 def is_plug_in(name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan.base.untrusted import InputError, open_regular, printable, read_stream
 
-from .errors import ConfigError, KeyPath, Problem, key_text, nearest
+from .errors import ConfigError, KeyPath, Problem, Table, key_text, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +44,7 @@ _SCALAR = re.compile(
 )
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def read_toml(path: Path) -> tuple[Table, dict[KeyPath, int]]:
     """Read the tables of a file, and the line of every key path in them.
 
     Raises:

@@ -29,7 +29,7 @@ import torch
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import DatasetPhase, Samples, ShardSpec, TensorBatch
+from titan.data.base import DatasetPhase, Samples, ShardSpec, State, TensorBatch
 
 Collate = Callable[..., TensorBatch]
 B = TypeVar("B", bound=TensorBatch)
@@ -40,7 +40,7 @@ class _Step(Generic[B]):
     """Batches of a step from the background thread, and the loader's state after the step."""
 
     batches: list[B]
-    state: dict[str, Any]
+    state: State
 
 
 class Loader(Generic[B]):
@@ -74,7 +74,7 @@ class Loader(Generic[B]):
         self._first_part, self._wanted = samples.part(), {}
         # A new dictionary for each step, so that a saved state never changes afterwards.
         self._order = {"order": dict(order)} if order else {}
-        self._state: dict[str, Any] = {"position": 0, **self._order}
+        self._state: State = {"position": 0, **self._order}
         self._steps: Iterator[_Step[Any]] | None = None
         self._validation: list[Any] = []
 
@@ -90,7 +90,7 @@ class Loader(Generic[B]):
         self._state = step.state
         return step.batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the JSON-able state: {"position": samples consumed by all ranks}.
 
         The state has more keys if there is more to say: "skipped" has ranges of samples to leave out, "order" has the settings
@@ -99,7 +99,7 @@ class Loader(Generic[B]):
         """
         return self._state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue after the steps of `state`.
 
         Args:
@@ -243,7 +243,7 @@ class Loader(Generic[B]):
                 position += self.share.stride
             # Taken after the last micro-batch: the state belongs to the step, not to what is read ahead.
             bookmark = self.samples.bookmark()
-            state: dict[str, Any] = {"position": position, **kept}
+            state: State = {"position": position, **kept}
             state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import DatasetPhase, Samples, Source
+from titan.data.base import DatasetPhase, Samples, Source, State
 from titan.data.cache import cached_shards
 from titan.data.conversations import conversations
 from titan.data.order import Blend, derive_key
@@ -98,7 +98,7 @@ class BlendSamples(Samples):
         for part, number, mark in zip(self._parts, numbers, marks, strict=True):
             part.seek(number, bookmark=mark)
 
-    def bookmark(self) -> dict[str, Any] | None:
+    def bookmark(self) -> State | None:
         marks = [part.bookmark() for part in self._parts]
         return {"parts": marks} if any(marks) else None
 

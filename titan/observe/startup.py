@@ -16,7 +16,7 @@ from titan.config.layout import (
     keeps_gathered,
     mesh_of,
 )
-from titan.config.model import model_title, num_blocks, num_frozen
+from titan.config.model import model_title, num_frozen
 from titan.config.phases import memory_of, phase_at, phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
@@ -160,8 +160,8 @@ def _experts(
     parts = [f"{model.num_experts:,} of width {model.expert_dim:,}, top {model.top_k}"]
     if shared:
         parts.append(f"{shared} shared")
-    num_layers = sum(map(model.is_moe_layer, range(num_blocks(model))))
-    parts.append(f"in {num_layers} of {_count(num_blocks(model), 'layers')}")
+    num_layers = sum(map(model.is_moe_layer, range(model.num_blocks)))
+    parts.append(f"in {num_layers} of {_count(model.num_blocks, 'layers')}")
     if ep > 1:
         parts.append(f"EP {ep}: {model.num_experts // ep} a rank")
         if ranks_per_node:
