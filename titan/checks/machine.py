@@ -269,19 +269,18 @@ def try_tokenizer(config: JobConfig) -> Tokenizer | None:
 
 def advise_text(config: JobConfig) -> list[str]:
     """Return warnings about the limits of a job's tokenizer."""
-    tokenizer, warnings = try_tokenizer(config), {}
-    if tokenizer and tokenizer.eos_id is None:
-        warnings["tokenizer.eos_token"] = (
+    tokenizer, warnings = try_tokenizer(config), []
+    if tokenizer is None:
+        return []
+    if tokenizer.eos_id is None:
+        message = (
             f"{tokenizer.file} names no token that ends texts: documents run into each other, and an exported model never "
             "stops; if the vocabulary has such a token, name it here"
         )
-    if tokenizer and not tokenizer.keeps_bytes:
-        warnings["tokenizer.path"] = LOSSY
-    unread = tokenizer.unread if tokenizer else ()
-    return [
-        *(str(config.source_map.problem(*warning)) for warning in warnings.items()),
-        *unread,
-    ]
+        warnings.append(config.source_map.problem("tokenizer.eos_token", message))
+    if not tokenizer.keeps_bytes:
+        warnings.append(config.source_map.problem("tokenizer.path", LOSSY))
+    return [*map(str, warnings), *tokenizer.unread]
 
 
 def first_weights(config: JobConfig) -> str:

@@ -24,7 +24,7 @@ class ConfigLayer:
     def table_of(self, key: str, *, create: bool = False) -> Table:
         """Return the table that contains the last part of `key`, or an empty table if there is none."""
         table = self.data
-        for name in parent(key).split(".") if parent(key) else []:
+        for name in key.split(".")[:-1]:
             inner = table.setdefault(name, {}) if create else table.get(name)
             if not isinstance(inner, dict):
                 return {}
@@ -43,13 +43,16 @@ class ConfigLayer:
         """Set `new` instead of `old`. Errors about it still name the old key and its line."""
         self.remove(old)
         self.table_of(new, create=True)[last(new)] = value
-        for key in [
-            k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))
-        ]:
+        for key in [k for k in self.locations if is_within(k, old)]:
             location = self.locations.pop(key)
             self.locations[new + key[len(old) :]] = SourceLocation(
                 location.file, location.line, key
             )
+
+
+def is_within(key: str, table: str) -> bool:
+    """Return whether a key is a table, or one of its keys or items."""
+    return key == table or key.startswith((f"{table}.", f"{table}["))
 
 
 def last(key: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -39,7 +39,7 @@ from .errors import (
     readable,
 )
 from .keys import field_at, sections_with
-from .layer import ConfigLayer, LoadExtension
+from .layer import ConfigLayer, LoadExtension, is_within, last
 from .messages import explain, likely_key
 from .plug_ins import parts_of
 from .schema import JobConfig
@@ -109,7 +109,11 @@ def load_config(
             warnings, mistakes = extension.rename(layer)
             source_map.warnings += warnings
             problems += mistakes
-        _merge(merged, layer.data, locations=source_map.locations, new=layer.locations)
+        for key in _merge(merged, layer.data):
+            # A list or value is replaced as a whole, so its old locations go too.
+            old, new = source_map.locations, layer.locations
+            kept = {k: place for k, place in old.items() if not is_within(k, key)}
+            source_map.locations = kept | {k: v for k, v in new.items() if is_within(k, key)}
     for extension in extensions:
         with collect_problems(problems):
             source_map.warnings += extension.complete(merged, source_map.locations)
@@ -170,30 +174,15 @@ def _field(key: str) -> FieldInfo | None:
     return field_at(tuple(key.split(".")))
 
 
-def _merge(
-    base: Table,
-    top: Table,
-    *,
-    locations: dict[str, SourceLocation],
-    new: dict[str, SourceLocation],
-    path: tuple[str, ...] = (),
-) -> None:
-    """Merge `top` into `base`. A table that both have keeps the location of the first."""
+def _merge(base: Table, top: Table, path: KeyPath = ()) -> Iterator[str]:
+    """Merge `top` into `base`. Yield each key whose value is new."""
     for name, value in top.items():
         inner = (*path, name)
         if isinstance(value, dict) and isinstance(base.get(name), dict):
-            _merge(base[name], value, locations=locations, new=new, path=inner)
-            continue
-        base[name] = value
-        key = key_text(inner)
-        # A list or value is replaced as a whole, so its old locations go too.
-        for old in [k for k in locations if _is_within(k, key)]:
-            del locations[old]
-        locations.update({k: location for k, location in new.items() if _is_within(k, key)})
-
-
-def _is_within(key: str, table: str) -> bool:
-    return key == table or key.startswith((f"{table}.", f"{table}["))
+            yield from _merge(base[name], value, inner)
+        else:
+            base[name] = value
+            yield key_text(inner)
 
 
 def _validate(
@@ -372,16 +361,11 @@ def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
     problems: list[Problem] = []
     for override in overrides:
         key, _, text = override.lstrip("-").partition("=")
-        *tables, name = key.split(".")
-        table = layer.data
-        # An override below a plain value finds no table. Validation reports it.
-        for part in tables:
-            inner = table.setdefault(part, {})
-            table = inner if isinstance(inner, dict) else {}
-        if not all((*tables, name)) or "[" in key:
+        if not all(key.split(".")) or "[" in key:
             message = "not a key; expected --section.key=value"
             problems.append(Problem(COMMAND_LINE, 0, key, message))
-        table[name] = _override_value(key, text)
+        # An override below a plain value finds no table. Validation reports it.
+        layer.table_of(key, create=True)[last(key)] = _override_value(key, text)
         # The tables around it too, for problems with a key that is missing there.
         while key:
             layer.locations[key] = SourceLocation(COMMAND_LINE, 0, key)
