@@ -8,14 +8,13 @@ are raised as `ConfigError`.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from titan.base.untrusted import InputError, open_regular, printable, read_stream
+from titan.base.untrusted import InputError, printable, read_bytes
 
 from .errors import ConfigError, KeyPath, Problem, Table, key_text, nearest
 
@@ -101,25 +100,20 @@ def _read_text(path: Path) -> str:
         return ConfigError([Problem(str(path), line, "", message)])
 
     try:
-        with open_regular(path) as file:
-            data = read_stream(
-                file, os.fstat(file.fileno()).st_size, name=path, limit=_MAX_BYTES
-            )
-        return data.decode("utf-8-sig")
+        return read_bytes(path, limit=_MAX_BYTES).decode("utf-8-sig")
     except InputError as error:
-        raise problem(str(error).removeprefix(f"{path}: ")) from None
+        message = str(error).removeprefix(printable(f"{path}: "))
+        if isinstance(error.__cause__, FileNotFoundError):
+            message = f"no such file{_nearest_files(path)}"
+        if isinstance(error.__cause__, IsADirectoryError):
+            message = f"a folder, not a job file{_nearest_files(path / 'x')}"
+        raise problem(message) from None
     except UnicodeDecodeError as error:
         # Point at the line of the first byte that is not UTF-8.
         line = error.object[: error.start].count(b"\n") + 1
         byte = error.object[error.start]
         message = f"not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
         raise problem(message, line) from None
-    except FileNotFoundError:
-        raise problem(f"no such file{_nearest_files(path)}") from None
-    except IsADirectoryError:
-        raise problem(f"a folder, not a job file{_nearest_files(path / 'x')}") from None
-    except OSError as error:
-        raise problem(f"cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # a null character in the name
         raise problem(f"cannot be read: {error}") from None
 

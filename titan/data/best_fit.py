@@ -24,15 +24,16 @@ samples.py makes these samples for `data.packing = "best_fit"`.
 from __future__ import annotations
 
 import logging
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 
-from titan.base.untrusted import rename
+from titan.base.run_writer import write_atomically
 from titan.data.cache import cache_entry, exclusive
 from titan.data.order import derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
-from titan.data.shards import TokenShards, temporary_name
+from titan.data.shards import TokenShards
 from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens
 from titan.losses.loss import IGNORED
 
@@ -68,9 +69,9 @@ class BestFitSamples(ShardSamples):
                 plan = plan_rows(
                     tokens, self.special_tokens, seq_len=self._seq_len, kinds=index.kinds
                 )
-                with temporary_name(file).open("wb") as opened:
-                    np.save(opened, plan)
-                rename(temporary_name(file), file)
+                content = BytesIO()
+                np.save(content, plan)
+                write_atomically(file, content.getvalue(), durable=False)
         return np.load(file, mmap_mode="r").view(np.ndarray)
 
     def _row(self, place: int, epoch: int) -> np.ndarray:

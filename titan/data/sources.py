@@ -16,7 +16,7 @@ import json
 import sys
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -356,6 +356,18 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
         f"dataset '{dataset}' is no preset{f' (did you mean {close[0]!r}?)' if close else ''}; the presets are "
         f"{', '.join(_PRESETS)}. A Hugging Face dataset is written owner/name; local text is "
         'dataset = "text" (jsonl, csv, parquet, shards) with dataset_path'
+    )
+
+
+def training_sources(config: s.JobConfig) -> Sequence[s.Section]:
+    """Return the sources that a job trains on.
+
+    Raises:
+        DataError: the name of the dataset is unknown, or needs a path.
+    """
+    training = config.training
+    return config.data.sources or resolve_sources(
+        training.dataset, dataset_path=training.dataset_path
     )
 
 

@@ -208,7 +208,7 @@ def write_shards(
         return index
     logger.info("tokenizing %s into %s", documents.name, folder)
     # The caller holds the lock, so no other process is writing these files.
-    for left_over in folder.glob("*.tmp"):
+    for left_over in folder.glob(".*.json.*"):
         left_over.unlink()
     writers = {
         split: SplitWriter(folder, split=split, limit=shard_tokens, index=index)
