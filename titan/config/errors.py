@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -273,12 +273,3 @@ def readable(
     except ConfigError as error:
         problems += error.problems
         return error.partial
-
-
-@contextmanager
-def collect_problems(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a `ConfigError` to `problems`, and suppress the error."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += error.problems

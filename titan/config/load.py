@@ -31,7 +31,6 @@ from .errors import (
     SourceLocation,
     SourceMap,
     Table,
-    collect_problems,
     did_you_mean,
     foreign,
     key_text,
@@ -89,22 +88,17 @@ def load_config(
         ConfigError: a file cannot be read, or a value is wrong.
     """
     # Each file is read and modernized separately, so that every problem has its own file and line.
-    layers: list[ConfigLayer] = []
     problems: list[Problem] = []
     # All files are read before any report, so that one report has all mistakes.
-    for path in (job, *overlays):
-        with collect_problems(problems):
-            layers.append(_read_file(Path(path)))
-    with collect_problems(problems):
-        layers.append(_read_overrides(overrides))
-    if (
-        problems
-    ):  # the settings of the unreadable part are unknown, so other errors could mislead
+    layers = [readable(problems, _read_file, Path(path)) for path in (job, *overlays)]
+    layers.append(readable(problems, _read_overrides, overrides))
+    # The settings of the unreadable part are unknown, so other errors could mislead.
+    if problems:
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
     merged: Table = {}
     extensions = [*parts_of(LoadExtension)]
-    for layer in layers:
+    for layer in filter(None, layers):
         for extension in extensions:
             warnings, mistakes = extension.rename(layer)
             source_map.warnings += warnings
@@ -115,8 +109,8 @@ def load_config(
             kept = {k: place for k, place in old.items() if not is_within(k, key)}
             source_map.locations = kept | {k: v for k, v in new.items() if is_within(k, key)}
     for extension in extensions:
-        with collect_problems(problems):
-            source_map.warnings += extension.complete(merged, source_map.locations)
+        warnings = readable(problems, extension.complete, merged, source_map.locations)
+        source_map.warnings += warnings or []
     of_run = of_run or _is_in_run_folder(Path(job))
     config, mistakes = _validate(merged, source_map, of_run=of_run)
     if of_run:
