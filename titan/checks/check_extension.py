@@ -14,7 +14,8 @@ from titan.config.schema import JobConfig
 class CheckExtension:
     """Options of the command, facts about a valid job, and their lines on the page.
 
-    A package registers a subclass under the entry point group `titan.extensions` as check.NAME (titan/config/plug_ins.py).
+    A package registers a subclass under the entry point group `titan.extensions` as check.NAME
+    (titan/config/plug_ins.py).
 
     Attributes:
         usage: the options, for the usage line.

@@ -107,8 +107,9 @@ def plan_rows(
         opens = np.zeros(len(starts), dtype=bool)
     else:
         full, starts, lengths = _cut(tokens, marks, seq_len)
-        # If only begin tokens mark documents, the rest of a document must come first in its sequence, since no token separates
-        # it from the document before. With end tokens, nothing may follow a document that continues in the next shard.
+        # If only begin tokens mark documents, the rest of a document must come first in its
+        # sequence, since no token separates it from the document before. With end tokens, nothing
+        # may follow a document that continues in the next shard.
         ends_open = (starts + lengths == len(tokens)) & (tokens[-1] != marks.eos_id)
         opens = tokens[starts] != marks.bos_id if marks.eos_id is None else ends_open
     # Order: the pieces that come first in a sequence, then the others, each from long to short.

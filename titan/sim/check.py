@@ -1,4 +1,4 @@
-"""Option --hardware of `titan check`: whether a job fits some hardware, by formula or by a simulation.
+"""Option --hardware of `titan check`: whether a job fits, by formula or by a simulation.
 
 Only a simulation imports torch.
 """
