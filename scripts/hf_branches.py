@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.hf_sizes import overrides_of
+from titan.checks.layout_rules import resolve_layout
 from titan.config.errors import ConfigError
-from titan.config.layout import resolve_layout
 from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.numerics.certify.command import Certifier

@@ -26,8 +26,8 @@ FLOORS = (
     "contrib",
 )
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.split()}
-# Rings, and modules of rings, that may use the simulator.
-SIMULATES = re.compile(r"titan\.(ops|contrib|tools\.check)\b")
+# Rings that may use the simulator.
+SIMULATES = re.compile(r"titan\.(ops|contrib)\b")
 # They build the model of a plug-in, and call the loss of one, to check it.
 TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}
 

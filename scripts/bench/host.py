@@ -50,7 +50,7 @@ def timed(row: str) -> list[dict[str, Any]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from titan.config.layout import resolve_layout
+    from titan.checks.layout_rules import resolve_layout
     from titan.config.schema import JobConfig
     from titan.parallel import build_mesh
     from titan.sim.record.host_meter import Census, HostMeter, valid_counts

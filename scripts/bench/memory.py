@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titan.config.layout import Layout, resolve_layout
+from titan.checks.layout_rules import resolve_layout
+from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.data.packing import Batch

@@ -88,7 +88,7 @@ def replay(folder: Path, job: Sequence[str], steps: int) -> float:
     """Repeat every step on one process; return the largest relative difference. Raises SystemExit for wrong samples."""
     import torch
 
-    from titan.config.layout import resolve_layout
+    from titan.checks.layout_rules import resolve_layout
     from titan.config.load import load_from_argv
     from titan.data.base import ShardSpec
     from titan.parallel import build_mesh

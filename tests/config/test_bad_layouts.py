@@ -43,8 +43,8 @@ from tests.support.drawn_layouts import (
 from tests.support.golden_errors import NUM_LAYOUTS
 from tests.support.ranks import Pool
 from tests.support.tables import table
+from titan.checks.layout_rules import resolve_layout
 from titan.config.errors import Problem
-from titan.config.layout import resolve_layout
 
 # ---- the oracle ------------------------------------------------------------------------------------
 

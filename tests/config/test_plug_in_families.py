@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.tables import table
+from titan.checks.layout_rules import check_layout
 from titan.checks.rules import check
 from titan.config import model, plug_ins
-from titan.config.layout import check_layout
 from titan.config.schema import JobConfig, ModelSection
 
 ROOT = Path(__file__).parents[2]

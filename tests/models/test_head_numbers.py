@@ -15,7 +15,7 @@ from tests.support import hf_families, hf_sizes
 from tests.support.hf_families import is_equal, job_of, overrides_of
 from tests.support.ranks import Pool
 from tests.support.tables import table
-from titan.config.layout import check_layout
+from titan.checks.layout_rules import check_layout
 from titan.contrib.transformers import build_model
 from titan.contrib.transformers.flows import Flows
 from titan.contrib.transformers.probe import Watch

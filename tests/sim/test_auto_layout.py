@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.tables import table
 from titan import cli
+from titan.checks.layout_rules import resolve_layout
 from titan.checks.rules import check_to_run, load_to_run
 from titan.config.errors import ConfigError
-from titan.config.layout import resolve_layout
 from titan.config.load import load_config, load_from_argv
 from titan.config.phases import phases_of
 from titan.config.render import to_toml

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.traces import in_turn
-from titan.config.layout import resolve_layout
+from titan.checks.layout_rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile

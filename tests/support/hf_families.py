@@ -31,7 +31,7 @@ from tests.support.layouts import whole_gradients
 from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
-from titan.config.layout import resolve_layout
+from titan.checks.layout_rules import resolve_layout
 from titan.config.schema import CheckpointSection, JobConfig, LRSchedulerSection
 from titan.contrib.transformers import build_model
 from titan.data.packing import Batch

@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.support import planted
 from tests.support.ranks import Pool
-from titan.config.layout import AXES, resolve_layout
+from titan.checks.layout_rules import resolve_layout
+from titan.config.layout import AXES
 from titan.config.load import load_from_argv
 from titan.contrib.muon import optimizer as muon
 from titan.models.common import moe

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan.config.layout import resolve_layout
+from titan.checks.layout_rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.step.resolved import ResolvedJob, resolve_job
 from titan.step.train_step import TrainStep, build_train_step

@@ -18,9 +18,9 @@ from tests.support import planted
 from tests.support.hf_families import overrides_of
 from tests.support.jobs import ROOT, job
 from tests.support.metadata import write_metadata
+from titan.checks.layout_rules import resolve_layout
 from titan.checks.rules import check, check_to_run
 from titan.cli import main as titan
-from titan.config.layout import resolve_layout
 from titan.config.model import families, family, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig

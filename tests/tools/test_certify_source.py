@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.support.hf_families import families, overrides_of
 from tests.support.jobs import job
+from titan.checks.layout_rules import resolve_layout
 from titan.cli import main as titan
-from titan.config.layout import resolve_layout
 from titan.contrib.transformers import certify as source
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from titan.config.base import ReadWith, Section
-from titan.config.errors import KeyPath, RuleViolation, key_text
+from titan.config.errors import KeyPath, Violations, key_text
 
 UNKNOWN = object()
 
@@ -24,7 +23,7 @@ def _declared(section: type[Section]) -> list[tuple[str, ReadWith, Any]]:
     ]
 
 
-def check_choices(section: Section, path: KeyPath = ()) -> Iterator[RuleViolation]:
+def check_choices(section: Section, path: KeyPath = ()) -> Violations:
     """Refuse values that nothing reads, as they belong to another choice."""
     # Iterating a section skips values that are mistakes already.
     values: dict[str, Any] = dict(section)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from titan.config.errors import Problem, RuleViolation
+from titan.config.errors import Problem, Violations
 
 # Whole numbers that torchrun, or another starter of ranks, sets.
 _NUMBERS = (
@@ -27,14 +27,14 @@ def check_environment(environment: Mapping[str, str]) -> list[Problem]:
     return [Problem("environment", 0, name, message) for name, message in violations]
 
 
-def _check_numbers(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
+def _check_numbers(environment: Mapping[str, str]) -> Violations:
     for name in _NUMBERS:
         value = environment.get(name)
         if value is not None and not re.fullmatch(r"\d{1,9}", value, re.ASCII):
             yield name, f"expected a whole number, got {value!r}; {_STARTER}, or unset it"
 
 
-def _check_ranks(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
+def _check_ranks(environment: Mapping[str, str]) -> Violations:
     # A process without RANK is a single process, unless WORLD_SIZE is above 1.
     number = {name: int(environment[name]) for name in _NUMBERS if name in environment}
     if "RANK" not in number:

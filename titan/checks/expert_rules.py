@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from titan.config.errors import RuleViolation
+from titan.config.errors import Violations
 from titan.config.quantize import grouped_section
 from titan.config.schema import JobConfig
 
 
-def check_experts(config: JobConfig) -> Iterator[RuleViolation]:
+def check_experts(config: JobConfig) -> Violations:
     """Check the keys that change how experts run."""
     if (degree := config.parallelism.expert_tensor_parallel_degree) != 1:
         yield (

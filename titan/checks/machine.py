@@ -21,7 +21,7 @@ from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.config import schema as s
-from titan.config.errors import Problem, RuleViolation, violations_of
+from titan.config.errors import Problem, Violations, problems_of
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
@@ -49,17 +49,13 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
         partial(_check_packages, device=device),
         *load_plug_ins("titan.rules", of="machine"),
     )
-    return [
-        config.source_map.problem(*violation)
-        for rule in rules
-        for violation in violations_of(rule, config)
-    ]
+    return [problem for rule in rules for problem in problems_of(rule, config)]
 
 
 # ---- folders -----------------------------------------------------------------------------------
 
 
-def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
+def _check_folders(config: JobConfig) -> Violations:
     checkpoint = config.checkpoint
     cache = os.path.expanduser(config.data.cache_folder)  # noqa: PTH111 (no error for ~nobody)
     sources = sources_of(config, "training") if reads_text(config) else ()
@@ -223,7 +219,7 @@ def _exists(path: str) -> bool:
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
-def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
+def _check_checkpoints(config: JobConfig) -> Violations:
     """Check the initial weights of the run. Only the run itself looks at URLs, since that may take long."""
     section = config.checkpoint
     if not section.enable or "://" in section.folder:
@@ -273,19 +269,18 @@ def try_tokenizer(config: JobConfig) -> Tokenizer | None:
 
 def advise_text(config: JobConfig) -> list[str]:
     """Return warnings about the limits of a job's tokenizer."""
-    tokenizer, warnings = try_tokenizer(config), {}
-    if tokenizer and tokenizer.eos_id is None:
-        warnings["tokenizer.eos_token"] = (
+    tokenizer, warnings = try_tokenizer(config), []
+    if tokenizer is None:
+        return []
+    if tokenizer.eos_id is None:
+        message = (
             f"{tokenizer.file} names no token that ends texts: documents run into each other, and an exported model never "
             "stops; if the vocabulary has such a token, name it here"
         )
-    if tokenizer and not tokenizer.keeps_bytes:
-        warnings["tokenizer.path"] = LOSSY
-    unread = tokenizer.unread if tokenizer else ()
-    return [
-        *(str(config.source_map.problem(*warning)) for warning in warnings.items()),
-        *unread,
-    ]
+        warnings.append(config.source_map.problem("tokenizer.eos_token", message))
+    if not tokenizer.keeps_bytes:
+        warnings.append(config.source_map.problem("tokenizer.path", LOSSY))
+    return [*map(str, warnings), *tokenizer.unread]
 
 
 def first_weights(config: JobConfig) -> str:
@@ -314,7 +309,7 @@ def advise_config(config: JobConfig, folder: str) -> list[str]:
 # ---- torch and other packages ------------------------------------------------------------------
 
 
-def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleViolation]:
+def _check_packages(config: JobConfig, *, device: str | None) -> Violations:
     """Check the hardware and packages of 8-bit matmuls, and the packages of the optimizer and of metrics' sinks."""
     sections = [section for _, section in eight_bit_sections(config)]
     metrics, optimizer = config.metrics, config.optimizer

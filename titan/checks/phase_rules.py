@@ -1,20 +1,19 @@
 """Rules of the `[[phase]]` tables (docs/optimizers.md).
 
-titan/config/layout.py checks their order, which depends on the ranks.
+layout_rules.py checks their order, which depends on the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 
-from titan.config.errors import RuleViolation
+from titan.config.errors import Violations
 from titan.config.phases import DEGREES, longest_sequence, phases_of
 from titan.config.schema import JobConfig, reads_chats, streams
 from titan.config.task import reads_text
 from titan.data import DataError
-from titan.data.sources import resolve_sources
+from titan.data.sources import training_sources
 
 
 def has_conversations(config: JobConfig) -> bool:
@@ -26,13 +25,12 @@ def has_conversations(config: JobConfig) -> bool:
     return named or config.training.dataset == "conversations"
 
 
-def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
+def check_borders(config: JobConfig, world_size: int) -> Violations:
     """Check each change of the layout, over which a checkpoint carries the run."""
-    checkpoint, sources, training = config.checkpoint, config.data.sources, config.training
-    if not sources and reads_text(config):
-        with suppress(DataError):  # another rule reports it
-            sources = resolve_sources(training.dataset, dataset_path=training.dataset_path)
-    is_stream = any(streams(source) for source in sources)
+    checkpoint, is_stream = config.checkpoint, False
+    with suppress(DataError):  # another rule reports it
+        has_sources = config.data.sources or reads_text(config)
+        is_stream = has_sources and any(map(streams, training_sources(config)))
     for before, phase in pairwise(phases_of(config, world_size=world_size)):
         if before.mesh == phase.mesh or phase.section is None:
             continue
@@ -56,7 +54,7 @@ def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]
             )
 
 
-def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
+def check_phases(config: JobConfig) -> Violations:
     """Check each table alone, and against the rest of the job."""
     count, longest, is_text = (
         len(config.data.sources),

@@ -2,12 +2,13 @@
 
 They report every violation at once.
 
-    section_rules.py  one function for each section
-    quantize.py       the number formats of [quantize]
-    layout.py         needs the number of ranks as well
+    section_rules.py  one function for each section; its rules of choices, experts, phases and
+                      stages are in files of these names
+    layout_rules.py   rules that depend on the number of ranks
     machine.py        checks the machine that will run the job
     environment.py    torchrun's variables
 
+titan/config/model.py, task.py, loss.py and quantize.py have the rules of their own sections.
 A rule yields `(key, message)` for each violation: the key whose line is shown, and the fault with
 its fix. A key without a dot belongs to the rule's section. `check_to_run` runs the rules for a
 config, `load_to_run` for a command line.
@@ -18,16 +19,17 @@ from __future__ import annotations
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
 from titan.base.hardware import count_accelerators
 from titan.checks.environment import check_environment
+from titan.checks.layout_rules import check_layout, resolve_layout
 from titan.checks.phase_rules import check_borders
 from titan.checks.section_rules import RULES
-from titan.config.errors import ConfigError, Problem, RuleViolation, violations_of
-from titan.config.layout import AXES, Layout, check_layout, resolve_layout
+from titan.config.errors import ConfigError, Problem, Violations, problems_of, readable
+from titan.config.layout import AXES, Layout
 from titan.config.load import load_from_argv, print_warnings
 from titan.config.phases import of_each_phase, phases_of
 from titan.config.plug_ins import load_plug_in, plug_ins
@@ -67,12 +69,11 @@ def load_to_run(
     problems = check_environment(os.environ) if here else []
     if world_size is None and not problems:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        config = load_from_argv(argv, options=options, warn=False)
-        warnings = config.source_map.warnings
-    except ConfigError as error:
-        # Check the readable part, too, so that one mistake does not hide the next.
-        problems, config, warnings = problems + error.problems, error.partial, []
+    # Check the readable part, too, so that one mistake does not hide the next.
+    mistakes: list[Problem] = []
+    config = readable(mistakes, load_from_argv, argv, options=options, warn=False)
+    warnings = config.source_map.warnings if config is not None and not mistakes else []
+    problems += mistakes
     if config is not None:
         problems += _problems(config, world_size, here=here, device=device)
         if here and not problems and config.parallelism.layout == "auto":
@@ -131,11 +132,9 @@ def _problems(
 ) -> list[Problem]:
     problems = check(config)
     if world_size is not None:
-        wrong = check_layout(config, world_size=world_size)
-        problems += wrong or [
-            config.source_map.problem(key, message)
-            for rule in (_check_axes, check_borders)
-            for key, message in violations_of(lambda c, r=rule, n=world_size: r(c, n), config)
+        problems += check_layout(config, world_size=world_size) or [
+            *problems_of(_check_axes, config, world_size),
+            *problems_of(check_borders, config, world_size),
         ]
     if here:
         from titan.checks.machine import (
@@ -146,7 +145,7 @@ def _problems(
     return problems
 
 
-def _check_axes(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
+def _check_axes(config: JobConfig, world_size: int) -> Violations:
     """Check that each axis with options of NCCL has ranks that communicate, in one phase at least."""
     num_experts = config.model.known_sizes.num_experts
     ranks = Counter[str]()  # the most of any phase
@@ -175,11 +174,9 @@ def check(config: JobConfig) -> list[Problem]:
     return of_each_phase(
         config,
         lambda job: (
-            job.source_map.problem(
-                key if "." in key or "[" in key else f"{section}.{key}", message
-            )
+            problem
             for section, rule in [*RULES, *added]
-            for key, message in violations_of(rule, job)
+            for problem in problems_of(rule, job, section=section)
         ),
     )
 
@@ -193,55 +190,57 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
         config: the job.
         device: "cuda" or "cpu"; None: the job's kind of device.
     """
+    on_cpu = (device or device_of(config)) == "cpu"
+    return [*map(str, problems_of(_advice, config, on_cpu))]
+
+
+def _advice(config: JobConfig, on_cpu: bool) -> Violations:
     schedule, steps = config.lr_scheduler, config.training.steps
     name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
     total = schedule.total_steps or steps
     warmup, decay = phases(schedule, total_steps=steps)
     wanted = round(total * (schedule.decay_ratio or 0))
-    warnings = dict(_never_reached(config))
+    yield from _never_reached(config)
     if warmup < schedule.warmup_steps:
-        message = (
-            f"{schedule.warmup_steps} steps do not fit into {name} = {total}; cut to {warmup}"
+        yield (
+            "lr_scheduler.warmup_steps",
+            f"{schedule.warmup_steps} steps do not fit into {name} = {total}; cut to {warmup}",
         )
-        warnings["lr_scheduler.warmup_steps"] = message
     if decay < wanted:
         message = f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
-        warnings["lr_scheduler.decay_ratio"] = f"{message}; cut to {decay}"
-    separate = "parallelism.fsdp_separate_reduce_scatter"
-    torch = tuple(map(int, version("torch").split(".")[:2]))
-    if config.parallelism.fsdp_separate_reduce_scatter and torch < (2, 13):
-        warnings[separate] = (
-            f"torch {version('torch')} has no separate group for reduce-scatters: they share "
-            "that of all-gathers, with the same numbers; torch 2.13 has one"
+        yield "lr_scheduler.decay_ratio", f"{message}; cut to {decay}"
+    torch = version("torch")
+    is_old = tuple(map(int, torch.split(".")[:2])) < (2, 13)
+    if config.parallelism.fsdp_separate_reduce_scatter and is_old:
+        yield (
+            "parallelism.fsdp_separate_reduce_scatter",
+            f"torch {torch} has no separate group for reduce-scatters: they share "
+            "that of all-gathers, with the same numbers; torch 2.13 has one",
         )
-    on_cpu = (device or device_of(config)) == "cpu"
     if on_cpu:
         for axis in config.comm.nccl.options():
             message = (
                 "ranks on a CPU communicate through gloo, which has no such options; ignored"
             )
-            warnings[f"comm.nccl.{axis}"] = message
+            yield f"comm.nccl.{axis}", message
         if config.comm.sm_carveout:
-            warnings["comm.sm_carveout"] = "a CPU has no SMs; ignored"
-    if config.training.mixed_precision_param == "float32" and not on_cpu:
+            yield "comm.sm_carveout", "a CPU has no SMs; ignored"
+    elif config.training.mixed_precision_param == "float32":
         message = (
             "float32 leaves an accelerator's tensor cores idle: an H100 takes ten times as long as "
             'with "bfloat16", which "auto" means there'
         )
-        warnings["training.mixed_precision_param"] = message
+        yield "training.mixed_precision_param", message
     written = config.source_map.locations
     if "metrics.wandb_project" in written and not config.metrics.enable_wandb:
-        warnings["metrics.wandb_project"] = "not used, since metrics.enable_wandb is false"
+        yield "metrics.wandb_project", "not used, since metrics.enable_wandb is false"
     if config.optimizer.lr > 1:
-        warnings["optimizer.lr"] = (
-            f"{config.optimizer.lr:g} is large: most runs have 1e-5 to 0.1"
-        )
+        yield "optimizer.lr", f"{config.optimizer.lr:g} is large: most runs have 1e-5 to 0.1"
     if not written and config.source_map.line:
-        warnings[""] = "sets no key: titan trains its debug model on Python's own library"
-    return [str(config.source_map.problem(*warning)) for warning in warnings.items()]
+        yield "", "sets no key: titan trains its debug model on Python's own library"
 
 
-def _never_reached(config: JobConfig) -> Iterator[RuleViolation]:
+def _never_reached(config: JobConfig) -> Violations:
     """Yield settings for steps that the run does not reach. The last step always logs, validates, evaluates and saves."""
     profiling, faults, steps = config.profiling, config.fault_tolerance, config.training.steps
     traces = profiling.enable_profiling or profiling.enable_memory_snapshot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from titan.base.hardware import HARDWARE
@@ -12,7 +12,7 @@ from titan.checks.expert_rules import check_experts
 from titan.checks.phase_rules import check_phases, has_conversations
 from titan.checks.stage_rules import check_modules
 from titan.config.base import LIMIT, Section
-from titan.config.errors import KeyPath, RuleViolation, choose, key_text
+from titan.config.errors import KeyPath, Violations, choose, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import check_freeze
@@ -37,7 +37,7 @@ EMBEDDED_PRESETS = ("stdlib", "synthetic")
 STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "tokenizer")
 
 
-def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
+def _text(part: Any, path: KeyPath = ()) -> Violations:
     """Refuse characters that no file can hold.
 
     These are null characters, which no file name may hold, and half surrogate pairs, which no file
@@ -46,27 +46,22 @@ def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
     if isinstance(part, Section):
         # Iterating a section skips forgotten values.
         part = {name: value for name, value in part if name in type(part).model_fields}
-    if isinstance(part, str) and (
-        "\0" in part or part != part.encode(errors="replace").decode()
-    ):
+    if isinstance(part, str) and re.search("[\0\ud800-\udfff]", part):
         yield key_text(path), f"holds a character that no file can hold: {ascii(part)[:60]}"
-    pairs = (
-        part.items()
-        if isinstance(part, dict)
-        else enumerate(part if isinstance(part, list) else ())
-    )
-    for name, value in pairs:
+    if isinstance(part, list):
+        part = dict(enumerate(part))
+    for name, value in part.items() if isinstance(part, dict) else ():
         yield from _text(value, (*path, name))
 
 
-def _loss(config: JobConfig) -> Iterator[RuleViolation]:
+def _loss(config: JobConfig) -> Violations:
     if predicts_tokens(config):
         yield from check_loss(config)
     elif config.loss.name != type(config.loss).model_fields["name"].default:
         yield "name", "has no effect: the task of this model has its own loss; remove it"
 
 
-def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
+def _hardware(config: JobConfig) -> Violations:
     name, known = config.hardware.name, {hardware.name: hardware for hardware in HARDWARE}
     if name == "auto":
         return  # recognized when the run starts
@@ -76,7 +71,7 @@ def _hardware(config: JobConfig) -> Iterator[RuleViolation]:
         yield "name", problem
 
 
-def _data(config: JobConfig) -> Iterator[RuleViolation]:
+def _data(config: JobConfig) -> Violations:
     training, data = config.training, config.data
     if not reads_text(config):
         for key in data.model_dump(exclude_defaults=True, exclude={*data_keys(config)}):
@@ -104,7 +99,7 @@ def _data(config: JobConfig) -> Iterator[RuleViolation]:
         yield "reset_positions", "needs document_mask = true; set that, or use false"
 
 
-def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViolation]:
+def _dataset(section: str, dataset: str, path: str | None) -> Violations:
     key = f"{section}.dataset_path"
     if dataset in LOCAL_PRESETS:
         if not path:
@@ -123,7 +118,7 @@ def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViola
             yield f"{section}.dataset", str(error)
 
 
-def _validation(config: JobConfig) -> Iterator[RuleViolation]:
+def _validation(config: JobConfig) -> Violations:
     validation, sources = config.validation, config.data.sources
     if not validation.enable or not reads_text(config):
         return
@@ -144,7 +139,7 @@ def _validation(config: JobConfig) -> Iterator[RuleViolation]:
         yield "steps", "-1 reads the whole text, and a stream has no end; give a number"
 
 
-def _training(config: JobConfig) -> Iterator[RuleViolation]:
+def _training(config: JobConfig) -> Violations:
     training, parallel = config.training, config.parallelism
     sequences = training.local_batch_size
     if parallel.pipeline_parallel_degree > 1:
@@ -178,7 +173,7 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
             yield "mixed_precision_param", f'"float16" needs {need}; or use "bfloat16"'
 
 
-def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
+def _optimizer(config: JobConfig) -> Violations:
     optimizer, tp = config.optimizer, config.parallelism.tensor_parallel_degree
     # fp32 weights keep every update, so there is nothing to round.
     if config.any_optimizer.stochastic_rounding and config.training.dtype != "bfloat16":
@@ -188,7 +183,7 @@ def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
         yield "name", 'needs a tensor_parallel_degree of 1, 2, 4 or 8; or use name = "AdamW"'
 
 
-def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
+def _early_step(config: JobConfig) -> Violations:
     if not config.steps_in_backward:
         return
     training = config.training
@@ -210,7 +205,7 @@ def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
             yield "early_step_in_backward", f"needs {need}; set that, or use false"
 
 
-def _kept_blocks(config: JobConfig) -> Iterator[RuleViolation]:
+def _kept_blocks(config: JobConfig) -> Violations:
     parallel = config.parallelism
     policy = parallel.fsdp_reshard_after_forward
     keeps_all = {"never": True, "always": False}.get(
@@ -225,7 +220,7 @@ def _compiles_model(config: JobConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
+def _schedule(config: JobConfig) -> Violations:
     """Check the settings that a schedule's order of actions rules out, also for a schedule from a file."""
     parallel, ac = config.parallelism, config.activation_checkpoint
     name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
@@ -238,7 +233,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
         if parallel.pipeline_parallel_degree == 1 or not splits_backward(name, csv=file):
             return
     except ValueError:
-        return  # layout.py reports the error of the file
+        return  # layout_rules.py reports the error of the file
     why = f"with schedule {file or name}, which splits the backward pass"
     # torch raises nothing, and up to half of the gradients are missing; docs/architecture.md.
     if parallel.fsdp_reshard_after_forward == "always":
@@ -258,7 +253,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
         yield "activation_checkpoint.mode", f'"memory_budget" keeps no graph {why}; {fix}'
 
 
-def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
+def _tensor(config: JobConfig) -> Violations:
     if config.parallelism.enable_async_tensor_parallel:
         key = "enable_async_tensor_parallel"
         # In torch it is a pass of inductor over the graph of a block.
@@ -271,7 +266,7 @@ def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
             yield key, "needs tensor_parallel_degree = 2 or more; set that, or use false"
 
 
-def _context(config: JobConfig) -> Iterator[RuleViolation]:
+def _context(config: JobConfig) -> Violations:
     parallel, key = config.parallelism, "context_parallel_rotate_method"
     cp, method = parallel.context_parallel_degree, parallel.context_parallel_rotate_method
     if cp == 1:
@@ -286,7 +281,7 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
         yield "context_parallel_degree", f"{what}; {fix}"
     numbers = {model.n_heads, *(b.heads for b in model.heads_of_blocks)}
     of_ranks = [divmod(number, parallel.tensor_parallel_degree) for number in sorted(numbers)]
-    # layout.py reports a remainder
+    # layout_rules.py reports a remainder
     heads = next((heads for heads, rest in of_ranks if not rest and heads % cp), 0)
     # Each rank gets whole heads of the whole sequence.
     if method == "ulysses" and heads:
@@ -305,7 +300,7 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
 _MASKED_RING = 8192
 
 
-def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
+def _recomputation(config: JobConfig) -> Violations:
     section, model = config.activation_checkpoint, config.model.known_sizes
     option, layers = str(section.selective_ac_option), model.n_layers
     selective = section.mode == "selective"
@@ -323,18 +318,11 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
                     key,
                     '">host" does not work in compiled blocks; leave it out or do not compile',
                 )
-    if section.op_keep_by_block and not by_op:
-        yield (
-            "op_keep_by_block",
-            'needs mode = "selective" with "op"; set that, or remove this key',
-        )
+    for key in ("op_keep_by_block", "op_keep_modules"):
+        if getattr(section, key) and not by_op:
+            yield key, 'needs mode = "selective" with "op"; set that, or remove this key'
     if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
         yield "op_keep", 'keeps nothing; use mode = "full"'
-    if section.op_keep_modules and not by_op:
-        yield (
-            "op_keep_modules",
-            'needs mode = "selective" with "op"; set that, or remove this key',
-        )
     # "op" keeps its results in its own storage, where offloading does not see them.
     if section.cpu_offload and by_op:
         yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'
@@ -342,7 +330,7 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
         yield "mode", '"memory_budget" needs compile.enable with the component model; set that'
 
 
-def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleViolation]:
+def _kept(section: ActivationCheckpointSection, layers: int) -> Violations:
     """Check the form of the lists of kept operations.
 
     Only torch knows operations' names; machine.py looks them up.
@@ -364,7 +352,7 @@ def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleVio
         yield key, str(error)
 
 
-def _compile(config: JobConfig) -> Iterator[RuleViolation]:
+def _compile(config: JobConfig) -> Violations:
     mode, training, ac = config.compile.mode, config.training, config.activation_checkpoint
     if mode == "default" or not config.compile.enable:
         return
@@ -382,7 +370,7 @@ def _compile(config: JobConfig) -> Iterator[RuleViolation]:
         yield "mode", f"{rule} recomputation and offloading; {fix}"
 
 
-def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
+def _checkpoint(config: JobConfig) -> Violations:
     section, every = config.checkpoint, config.checkpoint.keep_every_n_steps
     if section.initial_load_in_hf:
         if not (section.initial_load_path or config.model.hf_assets_path):
@@ -416,7 +404,7 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
             yield "exclude_from_loading", f'unknown part "{name}"{choose(name, STATE_PARTS)}'
 
 
-def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
+def _profiling(config: JobConfig) -> Violations:
     section = config.profiling
     # A cycle of the profiler is warm-up, then recording.
     needed = section.profiler_warmup + section.profiler_active
@@ -427,7 +415,7 @@ def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
         )
 
 
-def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
+def _fault_tolerance(config: JobConfig) -> Violations:
     section, checkpoint = config.fault_tolerance, config.checkpoint
     early = config.steps_in_backward
     for key, action in (("on_nonfinite", section.on_nonfinite), ("on_spike", section.on_spike)):
@@ -455,7 +443,7 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
         )
 
 
-def _nccl(config: JobConfig) -> Iterator[RuleViolation]:
+def _nccl(config: JobConfig) -> Violations:
     for axis, options in config.comm.nccl.options().items():
         least, most = options.get("min_ctas", 1), options.get("max_ctas", 64)
         if least > most:
@@ -466,7 +454,7 @@ def _nccl(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 # Section and rule. Problems on one line of a file are reported in this order.
-RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = (
+RULES: tuple[tuple[str, Callable[[JobConfig], Violations]], ...] = (
     ("", _text),
     ("", check_choices),
     ("model", lambda config: iter(config.model.resolved[1])),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from titan.config.errors import RuleViolation, did_you_mean
+from titan.config.errors import Violations, did_you_mean
 from titan.config.model import is_plug_in
 from titan.config.schema import JobConfig
 from titan.parallel.stage_split import split_modules
 from titan.parallel.traits import USUAL_ENDS, ends_of
 
 
-def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
+def check_modules(config: JobConfig) -> Violations:
     """Check that the listed stages hold each module once."""
     parallel, model = config.parallelism, config.model.known_sizes
     stages, layers = parallel.module_fqns_per_model_part, model.n_layers

@@ -34,14 +34,11 @@ def extend(job: type[Job], names: dict[str, Any]) -> type[Job]:
             continue
         is_section = isinstance(known, type) and issubclass(known, Section)
         if not is_section or known.model_fields.keys() & more.model_fields.keys():
-            what = (
-                "already has one of its keys"
-                if is_section
-                else "is a choice, which has a group"
-            )
-            raise ConfigError(
-                [Problem("", 0, "", f"entry point {entry.name}: [{name}] {what}")]
-            )
+            reason = "already has one of its keys"
+            if not is_section:
+                reason = "is a choice, which has a group"
+            message = f"entry point {entry.name}: [{name}] {reason}"
+            raise ConfigError([Problem("", 0, "", message)])
         about = {"__doc__": known.__doc__, "__module__": job.__module__}
         sections[name] = names[known.__name__] = type(known.__name__, (known, more), about)
     if not sections:

@@ -10,21 +10,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titan.base.failure import UserError
 from titan.base.untrusted import MAX_TEXT, printable
 
+T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
+Table = dict[str, Any]
+"""A table of TOML, whose values may be tables."""
 COMMAND_LINE = "command line"
 RuleViolation = tuple[str, str]
 """Key and message of a problem. A `SourceMap` adds file and line."""
+Violations = Iterator[RuleViolation]
+"""Violations that a rule finds."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +127,13 @@ class SourceMap:
 
     def problem(self, key: str, message: str, paste: tuple[str, ...] = ()) -> Problem:
         """Return a problem with `key`, at its line, or at the line of the nearest table around it."""
-        if place := self.locations.get(key):
-            return place.problem(message, paste)
         # A missing key has no line, but its table may have one.
         around = key
-        while around:
+        while around and around not in self.locations:
             around = parent(around)
-            if place := self.locations.get(around):
-                return Problem(place.file, place.line, key, message, paste)
-        return Problem(self.file, self.line, key, message, paste)
+        place = self.locations.get(around, SourceLocation(self.file, self.line, key))
+        written = place.written if around == key else key
+        return Problem(place.file, place.line, written, message, paste)
 
 
 def key_text(path: Iterable[str | int]) -> str:
@@ -220,9 +223,11 @@ def divisors(whole: int) -> list[int]:
     return sorted({*small, *(whole // d for d in small)})
 
 
-def neighbours(value: int, ascending: list[int]) -> list[int]:
-    """Return the nearest numbers below and above `value`."""
-    return [n for n in ascending if n < value][-1:] + [n for n in ascending if n > value][:1]
+def near(value: int, ascending: list[int]) -> str:
+    """Return the nearest numbers below and above `value` as text: "4 or 8"."""
+    below = [n for n in ascending if n < value]
+    above = [n for n in ascending if n > value]
+    return either(below[-1:] + above[:1])
 
 
 def around(value: int, unit: int) -> list[int]:
@@ -236,21 +241,35 @@ def either(values: list[int]) -> str:
     return " or ".join(map(str, values))
 
 
-def violations_of(
-    rule: Callable[[Any], Iterable[RuleViolation]], config: Any
-) -> list[RuleViolation]:
-    """Return the violations that a rule yields before it reads a setting whose value is unknown."""
-    violations = []
+def problems_of(
+    rule: Callable[..., Iterable[Any]], config: Any, *arguments: Any, section: str = ""
+) -> list[Problem]:
+    """Return the problems that a rule finds before it reads a setting whose value is unknown.
+
+    Args:
+        rule: yields the key and the message of each problem, and possibly lines to paste.
+        config: the job, which is the rule's first argument.
+        *arguments: the rule's other arguments.
+        section: section of the keys without a dot.
+    """
+    problems = []
     with suppress(UnknownValue):
-        for violation in rule(config):
-            violations.append(violation)  # noqa: PERF402 (keep the violations before an exception)
-    return violations
+        for key, *rest in rule(config, *arguments):
+            if section and not re.search(r"[.[]", key):
+                key = f"{section}.{key}"
+            problems.append(config.source_map.problem(key, *rest))
+    return problems
 
 
-@contextmanager
-def collect_problems(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a `ConfigError` to `problems`, and suppress the error."""
+def readable(
+    problems: list[Problem], load: Callable[..., T], *arguments: Any, **options: Any
+) -> T | None:
+    """Call a function that loads something.
+
+    If it raises `ConfigError`, add the problems, and return the part that could be read.
+    """
     try:
-        yield
+        return load(*arguments, **options)
     except ConfigError as error:
         problems += error.problems
+        return error.partial

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import Problem, SourceLocation, parent
+from .errors import Problem, SourceLocation, Table, parent
 from .plug_ins import door
 
 
@@ -18,13 +18,13 @@ class ConfigLayer:
         locations: place where each key was written.
     """
 
-    data: dict[str, Any]
+    data: Table
     locations: dict[str, SourceLocation]
 
-    def table_of(self, key: str, *, create: bool = False) -> dict[str, Any]:
+    def table_of(self, key: str, *, create: bool = False) -> Table:
         """Return the table that contains the last part of `key`, or an empty table if there is none."""
         table = self.data
-        for name in parent(key).split(".") if parent(key) else []:
+        for name in key.split(".")[:-1]:
             inner = table.setdefault(name, {}) if create else table.get(name)
             if not isinstance(inner, dict):
                 return {}
@@ -43,13 +43,16 @@ class ConfigLayer:
         """Set `new` instead of `old`. Errors about it still name the old key and its line."""
         self.remove(old)
         self.table_of(new, create=True)[last(new)] = value
-        for key in [
-            k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))
-        ]:
+        for key in [k for k in self.locations if is_within(k, old)]:
             location = self.locations.pop(key)
             self.locations[new + key[len(old) :]] = SourceLocation(
                 location.file, location.line, key
             )
+
+
+def is_within(key: str, table: str) -> bool:
+    """Return whether a key is a table, or one of its keys or items."""
+    return key == table or key.startswith((f"{table}.", f"{table}["))
 
 
 def last(key: str) -> str:
@@ -68,6 +71,6 @@ class LoadExtension:
         """Change one file in place. Return warnings and problems."""
         return [], []
 
-    def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
+    def complete(self, data: Table, locations: dict[str, SourceLocation]) -> list[str]:
         """Change the merged tables in place. Return warnings."""
         return []

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from titan.base.run_folder import CONFIG, ENVIRONMENT
 from titan.base.untrusted import MAX_TEXT, printable
@@ -28,14 +30,15 @@ from .errors import (
     Problem,
     SourceLocation,
     SourceMap,
-    collect_problems,
+    Table,
     did_you_mean,
     foreign,
     key_text,
     parent,
+    readable,
 )
 from .keys import field_at, sections_with
-from .layer import ConfigLayer, LoadExtension
+from .layer import ConfigLayer, LoadExtension, is_within, last
 from .messages import explain, likely_key
 from .plug_ins import parts_of
 from .schema import JobConfig
@@ -85,42 +88,33 @@ def load_config(
         ConfigError: a file cannot be read, or a value is wrong.
     """
     # Each file is read and modernized separately, so that every problem has its own file and line.
-    layers: list[ConfigLayer] = []
     problems: list[Problem] = []
     # All files are read before any report, so that one report has all mistakes.
-    for path in (job, *overlays):
-        with collect_problems(problems):
-            data, lines = read_toml(Path(path))
-            folder = Path(path).parent
-            if folder.resolve() != Path.cwd() and not _is_in_run_folder(Path(path)):
-                data = _paths_beside(data, folder)
-            locations = {
-                key_text(key_path): SourceLocation(str(path), line, key_text(key_path))
-                for key_path, line in lines.items()
-            }
-            layers.append(ConfigLayer(data, locations))
-    with collect_problems(problems):
-        layers.append(_read_overrides(overrides))
-    if (
-        problems
-    ):  # the settings of the unreadable part are unknown, so other errors could mislead
+    layers = [readable(problems, _read_file, Path(path)) for path in (job, *overlays)]
+    layers.append(readable(problems, _read_overrides, overrides))
+    # The settings of the unreadable part are unknown, so other errors could mislead.
+    if problems:
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
-    merged: dict[str, Any] = {}
+    merged: Table = {}
     extensions = [*parts_of(LoadExtension)]
-    for layer in layers:
+    for layer in filter(None, layers):
         for extension in extensions:
             warnings, mistakes = extension.rename(layer)
             source_map.warnings += warnings
             problems += mistakes
-        _merge(merged, layer.data, locations=source_map.locations, new=layer.locations)
+        for key in _merge(merged, layer.data):
+            # A list or value is replaced as a whole, so its old locations go too.
+            old, new = source_map.locations, layer.locations
+            kept = {k: place for k, place in old.items() if not is_within(k, key)}
+            source_map.locations = kept | {k: v for k, v in new.items() if is_within(k, key)}
     for extension in extensions:
-        with collect_problems(problems):
-            source_map.warnings += extension.complete(merged, source_map.locations)
+        warnings = readable(problems, extension.complete, merged, source_map.locations)
+        source_map.warnings += warnings or []
     of_run = of_run or _is_in_run_folder(Path(job))
     config, mistakes = _validate(merged, source_map, of_run=of_run)
     if of_run:
-        unread = [m for m in mistakes if m.file == str(job) and not _has_key(m.key)]
+        unread = [m for m in mistakes if m.file == str(job) and _field(m.key) is None]
         mistakes = [m for m in mistakes if m not in unread]
         if unread:
             names = ", ".join(m.key for m in unread)
@@ -130,6 +124,20 @@ def load_config(
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)
     return config
+
+
+def _read_file(path: Path) -> ConfigLayer:
+    """Return the settings of a file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    data, lines = read_toml(path)
+    if path.parent.resolve() != Path.cwd() and not _is_in_run_folder(path):
+        data = _paths_beside(data, path.parent)
+    keys = {key_text(key_path): line for key_path, line in lines.items()}
+    locations = {key: SourceLocation(str(path), line, key) for key, line in keys.items()}
+    return ConfigLayer(data, locations)
 
 
 def _paths_beside(value: Any, folder: Path, name: str = "") -> Any:
@@ -156,38 +164,23 @@ def _is_in_run_folder(job: Path) -> bool:
     return job.name == CONFIG and (job.parent / ENVIRONMENT).exists()
 
 
-def _has_key(key: str) -> bool:
-    return field_at(tuple(key.split("."))) is not None
+def _field(key: str) -> FieldInfo | None:
+    return field_at(tuple(key.split(".")))
 
 
-def _merge(
-    base: dict[str, Any],
-    top: dict[str, Any],
-    *,
-    locations: dict[str, SourceLocation],
-    new: dict[str, SourceLocation],
-    path: tuple[str, ...] = (),
-) -> None:
-    """Merge `top` into `base`. A table that both have keeps the location of the first."""
+def _merge(base: Table, top: Table, path: KeyPath = ()) -> Iterator[str]:
+    """Merge `top` into `base`. Yield each key whose value is new."""
     for name, value in top.items():
         inner = (*path, name)
         if isinstance(value, dict) and isinstance(base.get(name), dict):
-            _merge(base[name], value, locations=locations, new=new, path=inner)
-            continue
-        base[name] = value
-        key = key_text(inner)
-        # A list or value is replaced as a whole, so its old locations go too.
-        for old in [k for k in locations if _is_within(k, key)]:
-            del locations[old]
-        locations.update({k: location for k, location in new.items() if _is_within(k, key)})
-
-
-def _is_within(key: str, table: str) -> bool:
-    return key == table or key.startswith((f"{table}.", f"{table}["))
+            yield from _merge(base[name], value, inner)
+        else:
+            base[name] = value
+            yield key_text(inner)
 
 
 def _validate(
-    data: dict[str, Any], source_map: SourceMap, *, of_run: bool
+    data: Table, source_map: SourceMap, *, of_run: bool
 ) -> tuple[JobConfig, list[Problem]]:
     """Return the config and its mistakes. A wrong setting becomes unknown, so that no rule depends on it."""
     mistakes: dict[KeyPath, Problem] = {}
@@ -219,8 +212,7 @@ def _whole(path: KeyPath) -> KeyPath:
 
     This is a list with all its items, or a table that lacks a required key or the key that names its kind.
     """
-    lists = (n for n, part in enumerate(path) if isinstance(part, int))
-    path = path[: next(lists, len(path))]
+    path = tuple(takewhile(lambda part: isinstance(part, str), path))
     field = field_at(path)
     if field is None:
         return path
@@ -251,14 +243,14 @@ def load_from_argv(
     Raises:
         ConfigError: the command line, a file or a value is wrong.
     """
-    arguments, problems = _parse(argv, options=options)
+    problems: list[Problem] = []
+    arguments = readable(problems, parse_args, argv, options=options)
     config = None
     if arguments is not None:
-        try:
-            overlays, overrides = arguments.overlays, arguments.overrides
-            config = load_config(arguments.job, overlays=overlays, overrides=overrides)
-        except ConfigError as error:
-            problems, config = problems + error.problems, error.partial
+        overlays, overrides = arguments.overlays, arguments.overrides
+        config = readable(
+            problems, load_config, arguments.job, overlays=overlays, overrides=overrides
+        )
     if problems or config is None:
         raise ConfigError(problems, partial=config)
     if warn:
@@ -281,18 +273,9 @@ def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments
         options: the command's other options, for the hint at a misspelt option.
 
     Raises:
-        ConfigError: an option is unknown, or there is no job file.
+        ConfigError: an option is unknown, or there is no job file. Its `partial` is the parts that
+            could be read, or None without a job file.
     """
-    arguments, problems = _parse(argv, options=options)
-    if problems or arguments is None:
-        raise ConfigError(problems)
-    return arguments
-
-
-def _parse(
-    argv: Sequence[str], *, options: Sequence[str]
-) -> tuple[Arguments | None, list[Problem]]:
-    """Split a command line like `parse_args`, but return the problems. The arguments are None if no file is named."""
     files: list[str] = []
     overrides: list[str] = []
     problems: list[Problem] = []
@@ -321,17 +304,20 @@ def _parse(
             overrides.append(f"{key[2:]}={value if equals else _take_value(key[2:], rest)}")
     if not files:
         problems.append(Problem(COMMAND_LINE, 0, "", f"no job file; expected {USAGE}"))
-        return None, problems
-    return Arguments(Path(files[0]), tuple(map(Path, files[1:])), tuple(overrides)), problems
+        raise ConfigError(problems)
+    job, *overlays = map(Path, files)
+    arguments = Arguments(job, tuple(overlays), tuple(overrides))
+    if problems:
+        raise ConfigError(problems, partial=arguments)
+    return arguments
 
 
 def _take_value(key: str, rest: list[str]) -> str:
     """Return the value of `--section.key value`: the next word, unless a boolean stands alone."""
-    field = field_at(tuple(key.split(".")))
-    alone = (
-        field is not None and field.annotation is bool and rest[:1] not in (["true"], ["false"])
-    )
-    if alone or not rest or rest[0].startswith("--"):
+    field = _field(key)
+    is_bool = field is not None and field.annotation is bool
+    is_alone = is_bool and rest[:1] not in (["true"], ["false"])
+    if is_alone or not rest or rest[0].startswith("--"):
         return "true"
     return rest.pop(0)
 
@@ -369,16 +355,11 @@ def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
     problems: list[Problem] = []
     for override in overrides:
         key, _, text = override.lstrip("-").partition("=")
-        *tables, name = key.split(".")
-        table = layer.data
-        # An override below a plain value finds no table. Validation reports it.
-        for part in tables:
-            inner = table.setdefault(part, {})
-            table = inner if isinstance(inner, dict) else {}
-        if not all((*tables, name)) or "[" in key:
+        if not all(key.split(".")) or "[" in key:
             message = "not a key; expected --section.key=value"
             problems.append(Problem(COMMAND_LINE, 0, key, message))
-        table[name] = _override_value(key, text)
+        # An override below a plain value finds no table. Validation reports it.
+        layer.table_of(key, create=True)[last(key)] = _override_value(key, text)
         # The tables around it too, for problems with a key that is missing there.
         while key:
             layer.locations[key] = SourceLocation(COMMAND_LINE, 0, key)
@@ -390,18 +371,17 @@ def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
 
 def _override_value(key: str, text: str) -> Any:
     """Return `text` as a TOML value if it is valid, otherwise as a string. A key of type text needs no quotes."""
-    field = field_at(tuple(key.split(".")))
-    annotation = field.annotation if field else None
-    is_union = get_origin(annotation) in (Union, UnionType)
-    members = get_args(annotation) if is_union else (annotation,)
-    is_text = field is not None and all(
-        m in (str, type(None)) or get_origin(m) is Literal for m in members
-    )
     try:
         value = parse_value(text)
     except ValueError:
         return text  # unquoted text, as a shell leaves it
-    return text if is_text and not isinstance(value, str) else value
+    field = _field(key)
+    if field is None or isinstance(value, str):
+        return value
+    is_union = get_origin(field.annotation) in (Union, UnionType)
+    members = get_args(field.annotation) if is_union else (field.annotation,)
+    texts = (m in (str, type(None)) or get_origin(m) is Literal for m in members)
+    return text if all(texts) else value
 
 
 def leaves_layout_open(job: Sequence[str]) -> bool:

@@ -5,13 +5,13 @@ A package registers a function under the entry-point group `titan.losses`. docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
-from .errors import RuleViolation, choose
-from .plug_ins import load_plug_in, plug_ins
+from .errors import Violations, choose
+from .plug_ins import load_plug_in, plug_ins_by_name
 from .schema import JobConfig, LossSection
 
 BUILT_IN = "cross_entropy"
@@ -28,11 +28,11 @@ def loss_function(section: LossSection) -> Callable[..., Any] | None:
     """
     if section.name == BUILT_IN:
         return None
-    entries = {entry.name: entry for entry in plug_ins("titan.losses")}
-    return partial(load_plug_in(entries[section.name]), **section.options)
+    entry = plug_ins_by_name("titan.losses")[section.name]
+    return partial(load_plug_in(entry), **section.options)
 
 
-def check_loss(config: JobConfig) -> Iterator[RuleViolation]:
+def check_loss(config: JobConfig) -> Violations:
     """Check the name, the options, and on a few random tokens that the loss is a sum over the valid tokens."""
     section = config.loss
     if section.name == BUILT_IN:
@@ -42,7 +42,7 @@ def check_loss(config: JobConfig) -> Iterator[RuleViolation]:
     try:
         function = loss_function(section)
     except KeyError:
-        names = [BUILT_IN, *(entry.name for entry in plug_ins("titan.losses"))]
+        names = [BUILT_IN, *plug_ins_by_name("titan.losses")]
         yield "name", f'unknown loss "{section.name}"{choose(section.name, names)}'
         return
     assert isinstance(function, partial)
@@ -78,26 +78,21 @@ def _problem_on_tokens(function: Callable[..., Any], vocab_size: int) -> str:
 
     loss = function(logits, labels)
     if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float32:
-        kind = (
-            f"{loss.dtype} of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else type(loss).__name__
-        )
+        kind = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            kind = f"{loss.dtype} of shape {tuple(loss.shape)}"
         return f"returned a {kind}, not a scalar torch.float32 tensor"
     if not loss.requires_grad:
         return "returned a loss that has no gradient in the logits"
     (gradient,) = torch.autograd.grad(loss, logits)
     with torch.no_grad():
-        parts = [
-            function(logits[part], labels[part])
-            for part in (slice(_FIRST), slice(_FIRST, None))
-        ]
+        first = function(logits[:_FIRST], labels[:_FIRST])
+        rest = function(logits[_FIRST:], labels[_FIRST:])
         only_ignored = function(logits, torch.full_like(labels, ignored))
-    if not all(value.isfinite().all() for value in (loss, gradient, *parts)):
+    if not all(value.isfinite().all() for value in (loss, gradient, first, rest)):
         return "is not finite for random logits"
-    size = max(abs(loss.item()), *(abs(part.item()) for part in parts))
-    first, rest = (part.item() for part in parts)
-    if abs(loss.item() - first - rest) > 1e-3 * size:
+    size = max(value.abs() for value in (loss, first, rest))
+    if abs(loss - first - rest) > 1e-3 * size:
         return (
             f"is {loss.item():.6g} for {_TOKENS} tokens, and {first:.6g} and {rest:.6g} for the first {_FIRST} and the rest: return the sum over the tokens, not a mean, since titan divides by the valid tokens of "
             "the global batch"

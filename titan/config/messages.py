@@ -13,9 +13,9 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import Problem, SourceMap, choose, did_you_mean, foreign, key_text, nearest
+from .errors import Problem, SourceMap, Table, choose, did_you_mean, foreign, key_text, nearest
 from .keys import fields_at, models_at, sections_with
-from .toml import KeyPath, format_value
+from .toml import BOOLEANS, KeyPath, format_value
 
 # pydantic's error types, and the expected value in words.
 _WANTED = {
@@ -35,15 +35,10 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
-# Booleans of other formats.
-_BOOLEANS: dict[str, bool] = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
 
 
 def explain(
-    error: ValidationError, *, data: dict[str, Any], source_map: SourceMap
+    error: ValidationError, *, data: Table, source_map: SourceMap
 ) -> dict[KeyPath, Problem]:
     """Return every mistake that pydantic reports in `data`, by its key, in the order of the keys."""
     # A union reports one error for each member, all for one key.
@@ -56,7 +51,7 @@ def explain(
     }
 
 
-def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
+def likely_key(path: KeyPath, *, data: Table) -> KeyPath:
     """Return the key that was probably meant. It is `path` itself if that exists, or if no other key is similar."""
     here = fields_at(path[:-1], data=data)
     name = str(path[-1])
@@ -81,7 +76,7 @@ def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
     return path
 
 
-def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any]) -> str:
+def _message(path: KeyPath, errors: list[ErrorDetails], *, data: Table) -> str:
     # In a union, a member that rejects only the value gives a better message than a member that rejects the type.
     error = next((e for e in errors if e["type"] not in _WANTED), errors[0])
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
@@ -144,8 +139,9 @@ def _type_fix(value: Any, wanted: str, path: KeyPath) -> str:
     if wanted == "a whole number" and isinstance(value, float) and abs(value) < 1e15:
         below = int(value // 1)
         return f"; write {below}" if value == below else f"; write {below} or {below + 1}"
-    if wanted == "true or false" and str(value).lower() in _BOOLEANS:
-        return f"; write {format_value(_BOOLEANS[str(value).lower()])}"
+    booleans = BOOLEANS | {"1": True, "0": False}
+    if wanted == "true or false" and str(value).lower() in booleans:
+        return f"; write {format_value(booleans[str(value).lower()])}"
     if wanted == "text" and not isinstance(value, list | dict):
         return f"; write {format_value(format_value(value))}"
     if wanted == "a table" and isinstance(path[-1], int):  # an item of a list of tables
@@ -163,7 +159,7 @@ def _choice(value: Any, choices: list[str]) -> str:
     return f"expected one of {listed}, got {format_value(value)}{hint}"
 
 
-def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
+def _unknown(path: KeyPath, value: Any, *, data: Table) -> str:
     """Return the message for an unknown key, with a similar key here, or the same key in another section."""
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
     # The key may be correct, and belong to another member of the union.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -28,13 +28,13 @@ from .errors import (
     ConfigError,
     Problem,
     RuleViolation,
+    Violations,
     choose,
     divisors,
-    either,
+    near,
     nearest,
-    neighbours,
 )
-from .plug_ins import is_ours, load_plug_in, plug_ins
+from .plug_ins import is_ours, load_plug_in, plug_ins_by_name
 from .toml import format_value
 
 # Bounds far beyond any model. Without bounds, a typing error would show only by the memory that it needs.
@@ -167,11 +167,6 @@ def model_title(section: ModelSection) -> str:
     return section.architecture or Path(section.hf_path).name or section.flavor
 
 
-def num_blocks(sizes: Any) -> int:
-    """Return the number of blocks of a model, including multi-token prediction modules."""
-    return sizes.num_blocks
-
-
 @cache
 def families() -> list[str]:
     """Return the names of the model families that are installed."""
@@ -185,7 +180,7 @@ def families() -> list[str]:
 
 def plug_in_families() -> dict[str, EntryPoint]:
     """Return the entry points of other packages' families, by name."""
-    return {entry.name: entry for entry in plug_ins("titan.models")}
+    return plug_ins_by_name("titan.models")
 
 
 def is_plug_in(name: str) -> bool:
@@ -295,7 +290,7 @@ def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[st
     return frozen
 
 
-def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
+def check_freeze(section: ModelSection) -> Violations:
     """Check the patterns of `freeze` against the names of the model's parameters."""
     sizes = section.resolved[0]
     if section.freeze and sizes is not None:
@@ -326,9 +321,7 @@ def tensor_plan_of(model: Any, package: ModuleType) -> Mapping[str, str]:
     return getattr(model, "tensor_plan", package.TENSOR_PLAN)
 
 
-def check_split(
-    name: str, config: Any, *, stages: list[list[str]], tp: int
-) -> Iterator[RuleViolation]:
+def check_split(name: str, config: Any, *, stages: list[list[str]], tp: int) -> Violations:
     """Check that a plug-in's module can be cut into pipeline stages (if there are any) and split by `tp` ranks."""
     import torch
 
@@ -354,9 +347,7 @@ def check_split(
         yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"
 
 
-def check_fields(
-    overrides: dict[str, Any], flavor: Any, *, prefix: str
-) -> Iterator[RuleViolation]:
+def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Violations:
     """Check values for the fields of a dataclass: names, types and ranges."""
     types = (
         get_type_hints(type(flavor)) if overrides else {}
@@ -399,7 +390,7 @@ def replace_fields(flavor: Any, overrides: dict[str, Any]) -> Any:
     return dataclasses.replace(flavor, **changes)
 
 
-def _check_experts(config: Any) -> Iterator[RuleViolation]:
+def _check_experts(config: Any) -> Violations:
     """Check that a router can choose the configured numbers of experts and groups."""
     prefix, experts = "model.overrides", config.num_experts
     # A package's family may have its own router, without groups.
@@ -412,7 +403,7 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
             f'expected "softmax" or "sigmoid", got {format_value(config.score)}',
         )
     if experts % max(1, groups):
-        fix = either(neighbours(groups, divisors(experts)))
+        fix = near(groups, divisors(experts))
         yield (
             f"{prefix}.num_groups",
             f"{groups} groups do not divide {experts} experts; use {fix}",
@@ -432,7 +423,7 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
         yield f"{prefix}.expert_dim", "must be at least 1, got 0"
 
 
-def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
+def _check_shape(config: Any, is_head_dim_set: bool) -> Violations:
     """Check the sizes that every attention model must satisfy. Fields that a family lacks are skipped."""
     names, prefix = (
         ("dim", "n_heads", "n_kv_heads", "head_dim", "num_params"),
@@ -441,10 +432,10 @@ def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
     dim, heads, kv_heads, head_dim, num_params = (getattr(config, name, 0) for name in names)
     is_uneven = heads and dim % heads
     if is_uneven and not is_head_dim_set:
-        fix = f"use {either(neighbours(heads, divisors(dim)))} heads, or set head_dim"
+        fix = f"use {near(heads, divisors(dim))} heads, or set head_dim"
         yield f"{prefix}.n_heads", f"{heads} heads do not divide dim {dim}; {fix}"
     if kv_heads and heads % kv_heads:
-        fix = f"use {either(neighbours(kv_heads, divisors(heads)))}"
+        fix = f"use {near(kv_heads, divisors(heads))}"
         yield (
             f"{prefix}.n_kv_heads",
             f"{kv_heads} key/value heads do not divide {heads} heads; {fix}",

@@ -10,7 +10,7 @@ whoever made the folder, so that a key with a `Permission` (base.py) goes back t
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,43 +55,49 @@ def without_permissions(
         granted: keys that stay, because the command line gives them.
         takes_keys: whether the command takes --KEY=VALUE, which gives any permission.
     """
-    values: dict[str, tuple[Permission, Any]] = {}
-    kept = _kept(config, run=run, granted=granted, path=(), lost=values)
+    kept = _Filter(run, granted)
+    config = kept.section(config, ()) or config
     losses = {}
-    for key, (mark, value) in values.items():
+    for key, (mark, value) in kept.lost.items():
         option = f"--{key}={format_value(value)}"
         if mark.option and not takes_keys:
             option = mark.option
         message = f"{format_value(value)} is not obeyed, since this file was not named as a job; {option} gives the permission"
         losses[key] = Loss(mark, config.source_map.problem(key, message))
-    return kept or config, losses
+    return config, losses
 
 
-def _kept(
-    section: S,
-    *,
-    run: Path | None,
-    granted: Collection[str],
-    path: KeyPath,
-    lost: dict[str, tuple[Permission, Any]],
-) -> S | None:
-    """Return a section without permissions, or None if it is nothing without them, as a dataset of the hub."""
-    changes: dict[str, Any] = {}
-    for name, field in section.__class__.model_fields.items():
-        value, inner = vars(section).get(name), (*path, name)
-        options: dict[str, Any] = {"run": run, "granted": granted, "lost": lost}
-        mark, key = permission_of(field), key_text(inner)
-        if isinstance(value, Section):
-            changes[name] = _kept(value, path=inner, **options)
-        elif isinstance(value, list) and any(isinstance(item, Section) for item in value):
-            kept = (_kept(item, path=(*inner, n), **options) for n, item in enumerate(value))
-            changes[name] = [item for item in kept if item is not None]
-        elif mark is None or key in granted or value == field.default:
-            continue
-        elif mark.is_needed(value, run):
-            lost[key] = mark, value
-            if field.is_required():
-                return None
-            changes[name] = field.default
-    changed = {k: v for k, v in changes.items() if v is not vars(section)[k]}
-    return section.model_copy(update=changed) if changed else section
+@dataclass
+class _Filter:
+    """Removal of permissions from a config.
+
+    Attributes:
+        run: folder of the run or the step that the config belongs to, or None.
+        granted: keys that stay.
+        lost: permission and value of each key that was removed.
+    """
+
+    run: Path | None
+    granted: Collection[str]
+    lost: dict[str, tuple[Permission, Any]] = field(default_factory=dict)
+
+    def section(self, section: S, path: KeyPath) -> S | None:
+        """Return a section without permissions, or None if it is nothing without them, as a dataset of the hub."""
+        changes: dict[str, Any] = {}
+        for name, its_field in section.__class__.model_fields.items():
+            value, inner = vars(section).get(name), (*path, name)
+            mark, key = permission_of(its_field), key_text(inner)
+            if isinstance(value, Section):
+                changes[name] = self.section(value, inner)
+            elif isinstance(value, list) and any(isinstance(item, Section) for item in value):
+                items = [self.section(item, (*inner, n)) for n, item in enumerate(value)]
+                changes[name] = [item for item in items if item is not None]
+            elif mark is None or key in self.granted or value == its_field.default:
+                continue
+            elif mark.is_needed(value, self.run):
+                self.lost[key] = mark, value
+                if its_field.is_required():
+                    return None
+                changes[name] = its_field.default
+        changed = {k: v for k, v in changes.items() if v is not vars(section)[k]}
+        return section.model_copy(update=changed) if changed else section

@@ -8,92 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, Protocol
 
 from .errors import Problem, UnknownValue
+from .layout import AXES, Layout, layout_of, mesh_of
 from .plug_ins import door, parts_of
 from .schema import JobConfig
 from .schema_course import PhaseSection
 from .toml import format_value
 
-# Axes of the mesh and the keys of their degrees, outermost first.
-AXES = {
-    "pp": "parallelism.pipeline_parallel_degree",
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-}
 _BATCH = {"global_batch_size", "local_batch_size"}
 _TRAINING = {*_BATCH, "seq_len"}
 DEGREES = {*(key.rpartition(".")[2] for key in AXES.values()), "expert_parallel_degree"}
 _SHOWN = {"from_step", "from_tokens", *_TRAINING}  # in the text of every phase
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Degrees of the mesh axes, and the number of forward passes in an optimizer step (`accumulation`)."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    accumulation: int
-
-    @property
-    def dp(self) -> int:
-        """Return the number of ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self.pp * self.dp * self.cp * self.tp
-
-    def __str__(self) -> str:
-        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """Return the degree of each axis of the mesh."""
-        return {axis: getattr(self, axis) for axis in AXES}
-
-
-def replica_groups(config: JobConfig) -> int:
-    """Return the number of replica groups, copies of the job's layout that train together.
-
-    It is 1 unless a package adds keys to [fault_tolerance].
-    """
-    return config.groups.num_groups
-
-
-def degrees_of(config: JobConfig) -> dict[str, int]:
-    """Return the degree of each axis, as the job has it."""
-    return {
-        axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()
-    }
-
-
-def layout_of(config: JobConfig, world_size: int) -> Layout:
-    """Return the layout of a job's first phase, without a check."""
-    degrees, training = degrees_of(config), config.training
-    if degrees["dp_shard"] == -1:  # stands for all ranks that the other axes leave
-        degrees["dp_shard"] = world_size // -prod(degrees.values())
-    dp = degrees["dp_replicate"] * degrees["dp_shard"] * replica_groups(config)
-    accumulation = training.global_batch_size // max(1, training.local_batch_size * dp)
-    return Layout(**degrees, accumulation=max(1, accumulation))
-
-
-def mesh_of(config: JobConfig, layout: Layout) -> str:
-    """Describe a job's mesh: its axes longer than 1, and EP."""
-    ranks, ep = (
-        layout.degrees.items(),
-        config.parallelism.expert_parallel_degree,
-    )
-    mesh = " x ".join(f"{axis} {n}" for axis, n in ranks if n > 1) or "one rank"
-    return mesh + f", ep {ep}" * (ep > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +90,18 @@ def jobs_of(config: JobConfig) -> list[JobConfig]:
     jobs = [job := config.model_copy(update={"phase": []})]
     lines = dict(config.source_map.locations)
     for number, section in enumerate(config.phase):
-        changes = section.model_dump(include=_TRAINING, exclude_none=True)
-        updates: dict[str, Any] = {"training": job.training.model_copy(update=changes)}
-        if degrees := section.model_dump(include=DEGREES, exclude_none=True):
-            updates["parallelism"] = job.parallelism.model_copy(update=degrees)
+        changes: dict[str, dict[str, Any]] = {
+            "training": section.model_dump(include=_TRAINING, exclude_none=True),
+            "parallelism": section.model_dump(include=DEGREES, exclude_none=True),
+        }
         if section.weights is not None:
             pairs = zip(job.data.sources, section.weights, strict=False)  # a rule compares them
             sources = [source.model_copy(update={"weight": weight}) for source, weight in pairs]
-            updates["data"] = job.data.model_copy(update={"sources": sources})
-        for name, keys in (("training", changes), ("parallelism", degrees)):
-            for key in keys:
+            changes["data"] = {"sources": sources}
+        updates = {}
+        for name, values in changes.items():
+            updates[name] = getattr(job, name).model_copy(update=values)
+            for key in values:
                 if place := lines.get(f"phase[{number}].{key}"):
                     lines[f"{name}.{key}"] = place
         jobs.append(job := job.model_copy(update=updates))

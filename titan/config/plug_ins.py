@@ -66,6 +66,11 @@ def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
     return [entry for entry in found if not of or f"{entry.name}.".startswith(f"{of}.")]
 
 
+def plug_ins_by_name(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points that packages register under a group, by name."""
+    return {entry.name: entry for entry in plug_ins(group)}
+
+
 def load_plug_in(entry: EntryPoint) -> Any:
     """Import the object that an entry point names.
 

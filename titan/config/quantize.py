@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import Any
 
-from .errors import RuleViolation, choose
+from .errors import Violations, choose
 from .schema import Float8Section, GroupedFloat8Section, JobConfig, MXSection
 
 FLOAT8 = ("quantize.linear.float8", "float8")
@@ -65,7 +65,7 @@ def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str
     return ""
 
 
-def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
+def check_converters(config: JobConfig) -> Violations:
     """Yield the problems of model.converters and of the sections that it activates."""
     names, linear = config.model.converters, config.quantize.linear
     for name in names:
@@ -93,7 +93,7 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
         yield from _check_tokens(config, multiple=32 if isinstance(section, MXSection) else 16)
 
 
-def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleViolation]:
+def _check_float8(config: JobConfig, section: Float8Section) -> Violations:
     recipe, gathers = section.recipe_name or "tensorwise", section.enable_fsdp_float8_all_gather
     # Whole keys, for the messages.
     gather, scales, filters = (
@@ -118,14 +118,14 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
         yield filters, f'"auto_filter_small_kn" does not know recipe {recipe}; {fix}'
 
 
-def _check_tokens(config: JobConfig, *, multiple: int) -> Iterator[RuleViolation]:
+def _check_tokens(config: JobConfig, *, multiple: int) -> Violations:
     """Check the number of tokens that a rank multiplies at once: the inner size of the matmul for a weight's gradient."""
     parallel, training = config.parallelism, config.training
     sequences, cp = training.local_batch_size, parallel.context_parallel_degree
     if parallel.pipeline_parallel_degree > 1:
         sequences = parallel.pipeline_parallel_microbatch_size
     tokens, rest = divmod(sequences * training.seq_len, cp)
-    if not rest and tokens % multiple:  # layout.py reports a rest
+    if not rest and tokens % multiple:  # layout_rules.py reports a rest
         unit = multiple * cp
         fix = f"use {max(unit, training.seq_len // unit * unit)}"
         reason = f"a rank multiplies over {tokens} tokens at once, and 8 bits need a multiple of {multiple}"

@@ -7,15 +7,15 @@ prediction are entry points of the group `titan.tasks`. docs/models.md has an ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from .base import completed
-from .errors import RuleViolation, choose
+from .errors import Violations, choose
 from .model import check_fields, family, replace_fields
-from .plug_ins import load_plug_in, plug_ins
+from .plug_ins import load_plug_in, plug_ins_by_name
 from .schema import JobConfig, TaskSection
 
 NEXT_TOKEN = "next_token"
@@ -86,7 +86,7 @@ def task_module(config: JobConfig) -> ModuleType | None:
         return package
     if name == NEXT_TOKEN:
         return None
-    return load_plug_in({entry.name: entry for entry in plug_ins("titan.tasks")}[name])
+    return load_plug_in(plug_ins_by_name("titan.tasks")[name])
 
 
 def task_options(config: JobConfig) -> Any:
@@ -122,14 +122,14 @@ def _said(config: JobConfig) -> OptionDefaults:
     return completed(module and module.TaskOptions, OptionDefaults)
 
 
-def check_task(config: JobConfig) -> Iterator[RuleViolation]:
+def check_task(config: JobConfig) -> Violations:
     """Check the name and the options, and yield the problems that the task itself finds in the job."""
     section = config.task
     try:
         module = task_module(config)
     except KeyError:
         if section.name:
-            names = [NEXT_TOKEN, *(entry.name for entry in plug_ins("titan.tasks"))]
+            names = [NEXT_TOKEN, *plug_ins_by_name("titan.tasks")]
             yield "name", f'unknown task "{section.name}"{choose(section.name, names)}'
         return
     if module is None:

@@ -8,16 +8,15 @@ are raised as `ConfigError`.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from titan.base.untrusted import InputError, open_regular, printable, read_stream
+from titan.base.untrusted import InputError, printable, read_bytes
 
-from .errors import ConfigError, KeyPath, Problem, key_text, nearest
+from .errors import ConfigError, KeyPath, Problem, Table, key_text, nearest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +43,7 @@ _SCALAR = re.compile(
 )
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def read_toml(path: Path) -> tuple[Table, dict[KeyPath, int]]:
     """Read the tables of a file, and the line of every key path in them.
 
     Raises:
@@ -107,29 +106,24 @@ def format_value(value: Any) -> str:
 
 
 def _read_text(path: Path) -> str:
-    def problem(message: str) -> ConfigError:
-        return ConfigError([Problem(str(path), 0, "", message)])
+    def problem(message: str, line: int = 0) -> ConfigError:
+        return ConfigError([Problem(str(path), line, "", message)])
 
     try:
-        with open_regular(path) as file:
-            data = read_stream(
-                file, os.fstat(file.fileno()).st_size, name=path, limit=_MAX_BYTES
-            )
-        return data.decode("utf-8-sig")
+        return read_bytes(path, limit=_MAX_BYTES).decode("utf-8-sig")
     except InputError as error:
-        raise problem(str(error).removeprefix(f"{path}: ")) from None
+        message = str(error).removeprefix(printable(f"{path}: "))
+        if isinstance(error.__cause__, FileNotFoundError):
+            message = f"no such file{_nearest_files(path)}"
+        if isinstance(error.__cause__, IsADirectoryError):
+            message = f"a folder, not a job file{_nearest_files(path / 'x')}"
+        raise problem(message) from None
     except UnicodeDecodeError as error:
         # Point at the line of the first byte that is not UTF-8.
         line = error.object[: error.start].count(b"\n") + 1
         byte = error.object[error.start]
         message = f"not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
-        raise ConfigError([Problem(str(path), line, "", message)]) from None
-    except FileNotFoundError:
-        raise problem(f"no such file{_nearest_files(path)}") from None
-    except IsADirectoryError:
-        raise problem(f"a folder, not a job file{_nearest_files(path / 'x')}") from None
-    except OSError as error:
-        raise problem(f"cannot be read: {error.strerror or error}") from None
+        raise problem(message, line) from None
     except ValueError as error:  # a null character in the name
         raise problem(f"cannot be read: {error}") from None
 
@@ -150,6 +144,11 @@ def _nearest_files(path: Path) -> str:
     return f"; there are {', '.join((beside or known).values())}" if known else ""
 
 
+# Booleans of other formats.
+BOOLEANS: dict[str, bool] = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+}
 _EXPLAINED = {
     "Cannot overwrite a value": "this key is set twice",
     "Cannot declare": "this table is written twice, or its name is already a value",
@@ -162,27 +161,16 @@ def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
     """Explain a syntax error in plain words, with the line itself and the usual cause."""
     lines = text.splitlines() or [""]
     # The message of tomllib ends with the place, or with a note that the text ended.
-    where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+    reason, _, place = str(error).partition(" (at ")
+    where = re.match(r"line (\d+), column", place)
     line = min(int(where[1]), len(lines)) if where else len(lines)
-    reason = (
-        str(error)[: where.start()]
-        if where
-        else str(error).replace(" (at end of document)", "")
-    )
-    what = next(
-        (plain for begin, plain in _EXPLAINED.items() if reason.startswith(begin)), reason
-    )
+    plain = [text for begin, text in _EXPLAINED.items() if reason.startswith(begin)]
+    reason = plain[0] if plain else reason[:1].lower() + reason[1:]
     source = lines[line - 1].strip()
-    message = f"not valid TOML: {what[:1].lower()}{what[1:]}, in `{source[:80]}`"
+    message = f"not valid TOML: {reason}, in `{source[:80]}`"
     # The usual cause: text without quotes, or a boolean in another spelling.
     if bare := re.fullmatch(r"([\w.\-]+\s*=\s*)([A-Za-z./~][^\"'\[\]{}#]*?)\s*(#.*)?", source):
-        word = bare[2]
-        boolean = word.lower() in ("true", "false", "yes", "no", "on", "off")
-        right = (
-            str(word.lower() in ("true", "yes", "on")).lower()
-            if boolean
-            else format_value(word)
-        )
+        right = format_value(BOOLEANS.get(bare[2].lower(), bare[2]))
         message += f"; write {bare[1]}{right}"
     return Problem(str(path), line, "", message)
 
@@ -215,9 +203,9 @@ class _Scanner:
         assert match, f"no TOML at character {self.at}"
         return match
 
-    def _mark(self, path: KeyPath) -> None:
+    def _mark(self, path: KeyPath, place: int) -> None:
         # Newlines before this place, counted by bisection.
-        line = bisect_right(self.newlines, self.at - 1) + 1
+        line = bisect_right(self.newlines, place - 1) + 1
         # A dotted key also creates the tables in front of it.
         for length in range(1, len(path)):
             self.lines.setdefault(path[:length], line)
@@ -240,7 +228,7 @@ class _Scanner:
         brackets = 2 if self.text.startswith("[[", start) else 1
         self.at += brackets
         keys = self._keys()
-        end = self.at + brackets
+        self.at += brackets
         path: KeyPath = ()
         for depth, key in enumerate(keys, 1):
             path += (key,)
@@ -248,18 +236,14 @@ class _Scanner:
                 self.num_tables[path] = self.num_tables.get(path, 0) + 1
             if path in self.num_tables:
                 path += (self.num_tables[path] - 1,)
-        self.at = start
-        self._mark(path)
-        self.at = end
+        self._mark(path, start)
         return path
 
     def _pair(self, table: KeyPath) -> None:
         start = self.at
         path = (*table, *self._keys())
-        value_at = self.at + 1  # after "="
-        self.at = start
-        self._mark(path)
-        self.at = value_at
+        self._mark(path, start)
+        self.at += 1  # the equals sign
         self._value(path)
 
     def _value(self, path: KeyPath) -> None:
@@ -274,7 +258,7 @@ class _Scanner:
             if opening == "{":
                 self._pair(path)
             else:
-                self._mark((*path, index))
+                self._mark((*path, index), self.at)
                 self._value((*path, index))
                 index += 1
         self.at += 1

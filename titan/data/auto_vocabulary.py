@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from titan.base.untrusted import InputError
 from titan.config.errors import ConfigError, SourceLocation, SourceMap
-from titan.config.layer import LoadExtension
+from titan.config.layer import ConfigLayer, LoadExtension
 from titan.config.schema import TokenizerSection
 
 
@@ -19,26 +19,24 @@ class AutoVocabulary(LoadExtension):
     """Replaces "auto" by the tokenizer's number of ids, rounded up to a multiple of 8."""
 
     def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
-        model, section = data.get("model"), data.get("tokenizer", {})
-        if not isinstance(model, dict):
-            return []
-        overrides = model.get("overrides")
-        if not isinstance(overrides, dict) or overrides.get("vocab_size") != "auto":
+        overrides = ConfigLayer(data, locations).table_of("model.overrides.vocab_size")
+        if overrides.get("vocab_size") != "auto":
             return []
         from titan.data.tokenizer import build_tokenizer  # its libraries take a moment
 
         # The model is as the flavor says if the tokenizer is wrong, so that the rest can be checked.
         del overrides["vocab_size"]
-        assets = str(model.get("hf_assets_path", ""))
+        assets = str(data["model"].get("hf_assets_path", ""))
         try:
-            section = TokenizerSection.model_validate(section)
-            size = build_tokenizer(section, hf_assets_path=assets).vocab_size
-            # Tensor cores want sizes of matrices in multiples of 8.
-            overrides["vocab_size"] = -(-size // 8) * 8
+            section = TokenizerSection.model_validate(data.get("tokenizer", {}))
         except ValidationError:
-            pass  # it is reported with the mistakes of the other keys
+            return []  # it is reported with the mistakes of the other keys
+        try:
+            size = build_tokenizer(section, hf_assets_path=assets).vocab_size
         except InputError as error:
             key = "tokenizer.path" if section.path else "model.hf_assets_path"
             problem = SourceMap(locations=locations).problem(key, str(error))
             raise ConfigError([problem]) from error
+        # Tensor cores want sizes of matrices in multiples of 8.
+        overrides["vocab_size"] = -(-size // 8) * 8
         return []

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _Batch = TypeVar("_Batch", bound="TensorBatch")
+State = dict[str, Any]
+"""A JSON-able place in the data, which a checkpoint keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ class Samples(ABC):
         """
         raise NotImplementedError
 
-    def bookmark(self) -> dict[str, Any] | None:
+    def bookmark(self) -> State | None:
         """Return the JSON-able state that `seek` needs to come back here, or None if the position is enough."""
         return None
 

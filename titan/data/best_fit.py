@@ -24,15 +24,16 @@ samples.py makes these samples for `data.packing = "best_fit"`.
 from __future__ import annotations
 
 import logging
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 
-from titan.base.untrusted import rename
+from titan.base.run_writer import write_atomically
 from titan.data.cache import cache_entry, exclusive
 from titan.data.order import derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
-from titan.data.shards import TokenShards, temporary_name
+from titan.data.shards import TokenShards
 from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens
 from titan.losses.loss import IGNORED
 
@@ -68,9 +69,9 @@ class BestFitSamples(ShardSamples):
                 plan = plan_rows(
                     tokens, self.special_tokens, seq_len=self._seq_len, kinds=index.kinds
                 )
-                with temporary_name(file).open("wb") as opened:
-                    np.save(opened, plan)
-                rename(temporary_name(file), file)
+                content = BytesIO()
+                np.save(content, plan)
+                write_atomically(file, content.getvalue(), durable=False)
         return np.load(file, mmap_mode="r").view(np.ndarray)
 
     def _row(self, place: int, epoch: int) -> np.ndarray:
@@ -99,12 +100,35 @@ def plan_rows(
     Returns:
         int64[3, pieces]: sequence (ascending), start in the shard, and length of each piece.
     """
+    # Cut.
+    full = np.zeros(0, dtype=np.int64)
     if kinds:
         starts, lengths = _whole_conversations(tokens, seq_len=seq_len)
-        order = np.argsort(-lengths, kind="stable")
-        starts, lengths = starts[order], lengths[order]
-        rows = best_fit(lengths.tolist(), [False] * len(lengths), capacity=seq_len + 1)
-        return _in_order(np.array(rows, dtype=np.int64), starts, lengths, len(tokens))
+        opens = np.zeros(len(starts), dtype=bool)
+    else:
+        full, starts, lengths = _cut(tokens, marks, seq_len)
+        # If only begin tokens mark documents, the rest of a document must come first in its
+        # sequence, since no token separates it from the document before. With end tokens, nothing
+        # may follow a document that continues in the next shard.
+        ends_open = (starts + lengths == len(tokens)) & (tokens[-1] != marks.eos_id)
+        opens = tokens[starts] != marks.bos_id if marks.eos_id is None else ends_open
+    # Order: the pieces that come first in a sequence, then the others, each from long to short.
+    order = np.lexsort((-lengths, ~opens))
+    starts, lengths, opens = starts[order], lengths[order], opens[order]
+    # Fit. With end tokens, a piece that comes first takes a whole sequence.
+    taken = lengths if marks.eos_id is None else np.where(opens, seq_len + 1, lengths)
+    rows = best_fit(taken.tolist(), opens.tolist(), capacity=seq_len + 1)
+    # Full sequences are numbered from -1 downwards.
+    rows = np.concatenate([np.array(rows, dtype=np.int64), -1 - np.arange(len(full))])
+    starts = np.concatenate([starts, full])
+    lengths = np.concatenate([lengths, np.full(len(full), seq_len + 1)])
+    return _in_order(rows, starts, lengths, len(tokens))
+
+
+def _cut(
+    tokens: np.ndarray, marks: SpecialTokens, seq_len: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the starts of full sequences, and the starts and lengths of the rests of documents."""
     mark, after = (marks.eos_id, 1) if marks.bos_id is None else (marks.bos_id, 0)
     blocks = range(0, len(tokens), _BLOCK_TOKENS)
     found = [np.flatnonzero(tokens[b : b + _BLOCK_TOKENS] == mark) + b + after for b in blocks]
@@ -116,20 +140,7 @@ def plan_rows(
     count = np.arange(num_full.sum()) - np.repeat(np.cumsum(num_full) - num_full, num_full)
     full = np.repeat(begins, num_full) + count * seq_len
     has_rest = rest > 0
-    starts, lengths = (begins + num_full * seq_len)[has_rest], rest[has_rest] + 1
-    # If only begin tokens mark documents, the rest of a document must come first in its sequence, since no token separates it
-    # from the document before. With end tokens, nothing may follow a document that continues in the next shard. It takes a
-    # whole sequence.
-    ends_open = (starts + lengths == len(tokens)) & (tokens[-1] != marks.eos_id)
-    opens = tokens[starts] != marks.bos_id if marks.eos_id is None else ends_open
-    order = np.lexsort((-lengths, ~opens))
-    starts, lengths, opens = starts[order], lengths[order], opens[order]
-    taken = lengths if marks.eos_id is None else np.where(opens, seq_len + 1, lengths)
-    rows = best_fit(taken.tolist(), opens.tolist(), capacity=seq_len + 1)
-    rows = np.concatenate([np.array(rows, dtype=np.int64), -1 - np.arange(len(full))])
-    starts = np.concatenate([starts, full])
-    lengths = np.concatenate([lengths, np.full(len(full), seq_len + 1)])
-    return _in_order(rows, starts, lengths, len(tokens))
+    return full, (begins + num_full * seq_len)[has_rest], rest[has_rest] + 1
 
 
 def _whole_conversations(tokens: np.ndarray, *, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

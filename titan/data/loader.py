@@ -29,7 +29,7 @@ import torch
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import DatasetPhase, Samples, ShardSpec, TensorBatch
+from titan.data.base import DatasetPhase, Samples, ShardSpec, State, TensorBatch
 
 Collate = Callable[..., TensorBatch]
 B = TypeVar("B", bound=TensorBatch)
@@ -40,7 +40,7 @@ class _Step(Generic[B]):
     """Batches of a step from the background thread, and the loader's state after the step."""
 
     batches: list[B]
-    state: dict[str, Any]
+    state: State
 
 
 class Loader(Generic[B]):
@@ -74,7 +74,7 @@ class Loader(Generic[B]):
         self._first_part, self._wanted = samples.part(), {}
         # A new dictionary for each step, so that a saved state never changes afterwards.
         self._order = {"order": dict(order)} if order else {}
-        self._state: dict[str, Any] = {"position": 0, **self._order}
+        self._state: State = {"position": 0, **self._order}
         self._steps: Iterator[_Step[Any]] | None = None
         self._validation: list[Any] = []
 
@@ -90,7 +90,7 @@ class Loader(Generic[B]):
         self._state = step.state
         return step.batches
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the JSON-able state: {"position": samples consumed by all ranks}.
 
         The state has more keys if there is more to say: "skipped" has ranges of samples to leave out, "order" has the settings
@@ -99,7 +99,7 @@ class Loader(Generic[B]):
         """
         return self._state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue after the steps of `state`.
 
         Args:
@@ -177,26 +177,24 @@ class Loader(Generic[B]):
             DataError: `steps` is -1, and the samples are a stream.
         """
         assert self._steps is None, "validation rewinds the samples; use a separate loader"
-        num_samples = self.samples.num_samples
-        is_stream = num_samples is None
+        stride, num_samples = self.share.stride, self.samples.num_samples
         if num_samples is not None:
             # An incomplete last stride counts too: its samples past the end are ignored.
-            all_steps = -(-num_samples // self.share.stride)
+            all_steps = -(-num_samples // stride)
             steps = all_steps if steps == -1 else min(steps, all_steps)
         elif steps == -1:
             raise DataError(
                 "validation.steps = -1 wants all of the text, and a stream has no end; give a number"
             )
-        if is_stream and len(self._validation) == steps:
+        if num_samples is None and len(self._validation) == steps:
             return iter(self._validation)
         # Epoch 0 has the same permutation each time, so the samples are the same too.
         self.samples.seek(0)
-        batches = (
-            self._make_batch(step * self.share.stride, end=num_samples) for step in range(steps)
-        )
-        if is_stream:
-            self._validation = list(batches)
-        return iter(self._validation) if is_stream else batches
+        batches = (self._make_batch(step * stride, end=num_samples) for step in range(steps))
+        if num_samples is None:
+            self._validation = [*batches]
+            return iter(self._validation)
+        return batches
 
     def close(self) -> None:
         """Stop the background thread, and drop the steps that it has read ahead."""
@@ -245,7 +243,7 @@ class Loader(Generic[B]):
                 position += self.share.stride
             # Taken after the last micro-batch: the state belongs to the step, not to what is read ahead.
             bookmark = self.samples.bookmark()
-            state: dict[str, Any] = {"position": position, **kept}
+            state: State = {"position": position, **kept}
             state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 

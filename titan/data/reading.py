@@ -123,11 +123,8 @@ def read_files(
         group: row group of that file to begin with, if it is a Parquet file.
         **options: keyword arguments of the reader.
     """
-    meter.before, meter.here, meter.group = (
-        sum(f.stat().st_size for f in files[:first]),
-        0,
-        group,
-    )
+    meter.before, meter.here = sum(f.stat().st_size for f in files[:first]), 0
+    meter.group = group
     for number, file in enumerate(files[first:], first):
         meter.file = number
         try:

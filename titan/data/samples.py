@@ -18,7 +18,7 @@ import numpy as np
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import DatasetPhase, Samples, Source
+from titan.data.base import DatasetPhase, Samples, Source, State
 from titan.data.cache import cached_shards
 from titan.data.conversations import conversations
 from titan.data.order import Blend, derive_key
@@ -98,7 +98,7 @@ class BlendSamples(Samples):
         for part, number, mark in zip(self._parts, numbers, marks, strict=True):
             part.seek(number, bookmark=mark)
 
-    def bookmark(self) -> dict[str, Any] | None:
+    def bookmark(self) -> State | None:
         marks = [part.bookmark() for part in self._parts]
         return {"parts": marks} if any(marks) else None
 
@@ -150,30 +150,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
         )
     spec = spec_of(section, options)
     if isinstance(section, s.HuggingFaceSource) and section.streaming:
-        if data.packing == "best_fit":
-            raise DataError(
-                f"data.packing = 'best_fit' packs finite text, and {section.path} is a stream; set streaming = false"
-            )
-        key = derive_key(key, "rank", options.rank, options.world)
-        depends_on = (
-            str(spec.special_tokens),
-            seq_len,
-            str(data.validation_fraction),
-            data.shuffle,
-        )
-        stream = TextStream(section, rank=options.rank, world=options.world)
-        samples = StreamSamples(
-            stream,
-            tokenizer=tokenizer,
-            special_tokens=spec.special_tokens,
-            seq_len=seq_len,
-            shuffle_buffer=section.shuffle_buffer if data.shuffle else 0,
-            seed=key,
-            keep=lambda text: spec.split_of(text) == options.split,
-            identity=derive_key(key, repr(section), tokenizer.fingerprint, *depends_on),
-        )
-        samples.unread = stream.unread() if options.rank == 0 else ()
-        return samples
+        return _stream_samples(section, spec, options, key=key)
     # All other text is finite: one process tokenizes it, and all processes map its shards.
     documents = open_documents(section)
     folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)
@@ -181,6 +158,37 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
     samples = _shard_samples(shards, options, key=key, name=documents.name)
     if documents.unread:
         samples.unread = [*samples.unread, documents.name]
+    return samples
+
+
+def _stream_samples(
+    section: s.HuggingFaceSource, spec: TokenizationSpec, options: SampleOptions, *, key: int
+) -> StreamSamples:
+    """Return the samples of this rank's part of a stream."""
+    tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
+    if data.packing == "best_fit":
+        raise DataError(
+            f"data.packing = 'best_fit' packs finite text, and {section.path} is a stream; set streaming = false"
+        )
+    key = derive_key(key, "rank", options.rank, options.world)
+    depends_on = (
+        str(spec.special_tokens),
+        seq_len,
+        str(data.validation_fraction),
+        data.shuffle,
+    )
+    stream = TextStream(section, rank=options.rank, world=options.world)
+    samples = StreamSamples(
+        stream,
+        tokenizer=tokenizer,
+        special_tokens=spec.special_tokens,
+        seq_len=seq_len,
+        shuffle_buffer=section.shuffle_buffer if data.shuffle else 0,
+        seed=key,
+        keep=lambda text: spec.split_of(text) == options.split,
+        identity=derive_key(key, repr(section), tokenizer.fingerprint, *depends_on),
+    )
+    samples.unread = stream.unread() if options.rank == 0 else ()
     return samples
 
 
@@ -192,27 +200,28 @@ def spec_of(section: s.Section, options: SampleOptions) -> TokenizationSpec:
     return replace(options.spec, template=template)
 
 
-def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:
-    samples = _cut_or_packed(shards, options, **named)
-    line = unread_line(shards.index.unread)
-    samples.unread = [f"{named['name']}: {line}"] if line else []
+def _shard_samples(
+    shards: TokenShards, options: SampleOptions, *, key: int, name: str
+) -> ShardSamples:
+    """Return the samples of a source's shards, cut or of whole documents."""
+    has_chats = shards.index.kinds  # conversations are never cut
+    if options.data.packing == "cut" and not has_chats:
+        samples = ShardSamples(shards, options, key=key, name=name)
+    else:
+        if options.num_lengths > 1:
+            raise DataError(
+                f"{name}: rows of whole documents have one length; remove seq_len from [[phase]]"
+            )
+        if has_chats and not options.data.document_mask:
+            raise DataError(
+                f"{name}: conversations share sequences; set data.document_mask = true"
+            )
+        from titan.data.best_fit import BestFitSamples
+
+        samples = BestFitSamples(shards, options, key=key, name=name)
+    if line := unread_line(shards.index.unread):
+        samples.unread = [f"{name}: {line}"]
     return samples
-
-
-def _cut_or_packed(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:
-    # Conversations are never cut.
-    if options.data.packing == "cut" and not shards.index.kinds:
-        return ShardSamples(shards, options, **named)
-    name = named["name"]
-    if options.num_lengths > 1:
-        raise DataError(
-            f"{name}: rows of whole documents have one length; remove seq_len from [[phase]]"
-        )
-    if shards.index.kinds and not options.data.document_mask:
-        raise DataError(f"{name}: conversations share sequences; set data.document_mask = true")
-    from titan.data.best_fit import BestFitSamples
-
-    return BestFitSamples(shards, options, **named)
 
 
 def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:

@@ -9,8 +9,6 @@ it is complete. Until then progress.json, of the same form, lists the finished s
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +22,8 @@ from pydantic import (
     field_validator,
 )
 
-from titan.base.untrusted import InputError, read_json, rename
+from titan.base.run_writer import write_text_atomically
+from titan.base.untrusted import InputError, read_json
 from titan.data import DataError
 from titan.data.special_tokens import SpecialTokens, without_kind
 from titan.data.unread import Counts
@@ -122,11 +121,6 @@ def token_dtype(vocab_size: int, *, kinds: bool = False) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 and not kinds else "<u4")
 
 
-def temporary_name(path: Path) -> Path:
-    """Return a name beside `path` that no other process uses."""
-    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-
-
 def unfinished_name(path: Path) -> Path:
     """Return the name of a shard that is not full yet. One process at a time writes into a folder."""
     return path.with_name(f"{path.name}.part")
@@ -134,15 +128,10 @@ def unfinished_name(path: Path) -> Path:
 
 def write_index(file: Path, index: BaseModel) -> None:
     """Write an index (or a file of a share) so that a reader sees the old content or the new content, even after a crash."""
-    temporary = temporary_name(file)
-    with temporary.open("w", encoding="utf-8") as opened:
-        of_shards = {split: {"__all__": {"unread"}} for split in SPLITS}
-        left_out = {"open": True, "place": True, "splits": of_shards}
-        left_out = left_out if file.name == INDEX else None
-        opened.write(index.model_dump_json(indent=1, exclude=left_out))
-        opened.flush()
-        os.fsync(opened.fileno())
-    rename(temporary, file)
+    of_shards = {split: {"__all__": {"unread"}} for split in SPLITS}
+    left_out = {"open": True, "place": True, "splits": of_shards}
+    left_out = left_out if file.name == INDEX else None
+    write_text_atomically(file, index.model_dump_json(indent=1, exclude=left_out))
 
 
 def read_index(file: Path) -> Index:

@@ -16,9 +16,8 @@ import json
 import sys
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -110,45 +109,41 @@ def open_documents(section: s.Section) -> Documents:
     Raises:
         DataError: the source is unusable, or contains no text.
     """
-    if (own := s.source_of(section).documents) is not None:
-        return own()
+    source = s.source_of(section)
+    if source.documents is not None:
+        return source.documents()
     if isinstance(section, s.StdlibSource):
-        return _from_files("stdlib", _stdlib_files(), "", read_python)
-    if isinstance(section, s.TextSource):
-        found = files.find_files(section.path, endings=files.TEXT)
-        _require_text(found[0])
-        chars = {"chars": section.document_chars} if section.document_chars else {}
-        return _from_files("text", *found, read_text, **chars)
-    if isinstance(section, s.CsvSource):
-        found = files.find_files(section.path, endings=files.CSV)
-        documents = _from_files("csv", *found, read_csv, key=section.text_key)
-        return _with_paste(section, documents)
-    if isinstance(section, s.JsonlSource | s.ParquetSource):
-        endings, read = _ROWS[section.type]
-        found = files.find_files(section.path, endings=endings)
-        if section.messages_key:
-            read = partial(read, take=conversations().take_conversation())
-            kind = f"{section.type} conversations"
-            return _from_files(kind, *found, read, key=section.messages_key)
-        documents = _from_files(section.type, *found, read, key=section.text_key)
-        return _with_paste(section, documents)
+        return _from_files(section, "stdlib", _stdlib_files(), "", read_python)
     if isinstance(section, s.HuggingFaceSource):
         stream = TextStream(section)
-        what = section.model_dump(exclude={"weight"})
-        identity: list[object] = ["huggingface", what, stream.fingerprint]
+        settings = section.model_dump(exclude={"weight"})
         return Documents(
             name=stream.name,
-            identity=identity,
+            identity=["huggingface", settings, stream.fingerprint],
             read=stream.read,
             num_bytes=stream.num_bytes,
             position=lambda: stream.position,
         )
-    # Shards and synthetic ids become samples directly, without text (samples.py). A third party's section may lack a type.
-    kind = s.source_of(section).type or type(section).__name__
-    raise DataError(f"source '{kind}' holds no text to read")
+    if source.type not in _FORMATS:
+        # Shards and synthetic ids become samples directly, without text (samples.py). A third party's section may lack a type.
+        raise DataError(
+            f"source '{source.type or type(section).__name__}' holds no text to read"
+        )
+    kind, (endings, read) = source.type, _FORMATS[source.type]
+    found = files.find_files(source.path or "", endings=endings)
+    options: dict[str, Any] = {"key": source.text_key}
+    if isinstance(section, s.TextSource):
+        _require_text(found[0])
+        options = {"chars": section.document_chars} if section.document_chars else {}
+    elif source.messages_key:
+        kind, options = f"{kind} conversations", {"key": source.messages_key}
+        read = partial(read, take=conversations().take_conversation())
+    return _from_files(section, kind, *found, read, **options)
 
 
-_ROWS: dict[str, tuple[tuple[str, ...], Reader]] = {
+_FORMATS: dict[str, tuple[tuple[str, ...], Reader]] = {
+    "text": (files.TEXT, read_text),
+    "csv": (files.CSV, read_csv),
     "jsonl": (files.JSONL, read_jsonl),
     "parquet": (files.PARQUET, read_parquet),
 }
@@ -165,16 +160,27 @@ def _require_text(found: list[Path]) -> None:
 
 
 def _from_files(
-    kind: str, found: list[Path], left_out: str, read: Reader, **options: Any
+    section: s.Section,
+    kind: str,
+    found: list[Path],
+    left_out: str,
+    read: Reader,
+    **options: Any,
 ) -> Documents:
-    """Return the documents that `read` finds in the files. `left_out` is a remark of `find_files`."""
+    """Return the documents that `read` finds in the files of a source. `left_out` is a remark of `find_files`."""
     # Path, size and time identify a file. A hash of the content would read all of the text.
     stats = [(str(f.resolve()), f.stat()) for f in found]
     meter = Meter()
 
+    def documents(chosen: list[Path], meter: Meter, *place: int) -> Iterator[Document]:
+        try:
+            yield from read_files(chosen, read, meter, *place, **options)
+        except NoText as error:
+            raise _with_paste(section, error) from None
+
     def try_first() -> None:
         for file in found[:_TRIED_FILES]:
-            deque(islice(read_files([file], read, Meter(), **options), _TRIED_DOCUMENTS), 0)
+            deque(islice(documents([file], Meter()), _TRIED_DOCUMENTS), 0)
 
     def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
         for number, (file, (_, stat)) in enumerate(zip(found, stats, strict=True)):
@@ -191,7 +197,7 @@ def _from_files(
             options,
             [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         ],
-        read=lambda *place: read_files(found, read, meter, *place, **options),
+        read=lambda *place: documents(found, meter, *place),
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
         place=lambda: (meter.file, meter.group),
@@ -201,31 +207,17 @@ def _from_files(
     )
 
 
-def _with_paste(
-    section: s.JsonlSource | s.ParquetSource | s.CsvSource, documents: Documents
-) -> Documents:
-    """Return the documents with errors that name the likely text field, in lines for the job file."""
-
-    @contextmanager
-    def explained() -> Iterator[None]:
-        try:
-            yield
-        except NoText as error:
-            values = {"type": section.type, "path": section.path, "text_key": error.likely}
-            lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-            paste = ["[[data.sources]]", *lines] if error.likely else []
-            where = "; in the job, in place of dataset and dataset_path:" if paste else ""
-            raise DataError(error.message + where, paste=paste) from None
-
-    def read(*place: int) -> Iterator[Document]:
-        with explained():
-            yield from documents.read(*place)
-
-    def try_first() -> None:
-        with explained():
-            documents.try_first()
-
-    return replace(documents, read=read, try_first=try_first)
+def _with_paste(section: s.Section, error: NoText) -> DataError:
+    """Return the error with the likely text field of a source, in lines for the job file."""
+    source = s.source_of(section)
+    if source.messages_key:
+        return error
+    if not error.likely:
+        return DataError(error.message)
+    values = {"type": source.type, "path": source.path, "text_key": error.likely}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    where = "; in the job, in place of dataset and dataset_path:"
+    return DataError(error.message + where, paste=["[[data.sources]]", *lines])
 
 
 def _stdlib_files() -> list[Path]:
@@ -364,6 +356,18 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
         f"dataset '{dataset}' is no preset{f' (did you mean {close[0]!r}?)' if close else ''}; the presets are "
         f"{', '.join(_PRESETS)}. A Hugging Face dataset is written owner/name; local text is "
         'dataset = "text" (jsonl, csv, parquet, shards) with dataset_path'
+    )
+
+
+def training_sources(config: s.JobConfig) -> Sequence[s.Section]:
+    """Return the sources that a job trains on.
+
+    Raises:
+        DataError: the name of the dataset is unknown, or needs a path.
+    """
+    training = config.training
+    return config.data.sources or resolve_sources(
+        training.dataset, dataset_path=training.dataset_path
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan.data import DataError
-from titan.data.base import Source
+from titan.data.base import Source, State
 from titan.data.order import derive_key, permute
 from titan.data.sources import TextStream
 from titan.data.special_tokens import SpecialTokens
@@ -47,7 +47,7 @@ class Bookmark(NamedTuple):
     document: int = 0
     epoch: int = 0
     block: int = 0
-    state: dict[str, Any] | None = None
+    state: State | None = None
 
 
 class StreamSamples(Source):
@@ -80,10 +80,8 @@ class StreamSamples(Source):
         self.special_tokens = special_tokens
         self._stream, self._tokenizer, self._seq_len = stream, tokenizer, seq_len
         self._keep, self._seed, self._identity = keep, seed, identity
-        self._shuffled, self._block_size = (
-            shuffle_buffer > 0,
-            shuffle_buffer or _UNSHUFFLED_BLOCK,
-        )
+        self._shuffled = shuffle_buffer > 0
+        self._block_size = shuffle_buffer or _UNSHUFFLED_BLOCK
         self._pool = ThreadPoolExecutor(_THREADS)
         self.seek(0)
 
@@ -101,7 +99,7 @@ class StreamSamples(Source):
         self._num_tokens = 0
         self._source = self._encoded(item for item in self.numbered(mark) if item[0] >= first)
 
-    def bookmark(self) -> dict[str, Any]:
+    def bookmark(self) -> State:
         """Return the place where the next sample begins, as JSON-able values, and a place from which the reader can reach it."""
         # The oldest document with unused tokens, or the next document if there is none.
         document = self._documents[0][0] if self._documents else self._next_document

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from titan.data.base import Samples
 from titan.data.loader import Collate
 from titan.data.packing import Batch, pack
 from titan.data.samples import SampleOptions, build_samples
-from titan.data.sources import resolve_sources
+from titan.data.sources import resolve_sources, training_sources
 from titan.data.special_tokens import LOSSY
 from titan.data.tokenizer import Tokenizer
 
@@ -96,7 +95,7 @@ def training_samples(
         longest=longest_sequence(config) if config.phase else 0,
         num_lengths=len(sequence_lengths(config)),
     )
-    return build_samples(_training_sources(config), options=options)
+    return build_samples(training_sources(config), options=options)
 
 
 def validation_samples(
@@ -121,7 +120,7 @@ def validation_samples(
         # All of a validation dataset is used: nothing is held out of it.
         split, data = "train", data.model_copy(update={"validation_fraction": 0.0})
     else:
-        sources, split = _training_sources(config), "validation"
+        sources, split = training_sources(config), "validation"
     if not tokenizer.keeps_bytes and rank == 0:
         logger.warning(LOSSY)
     seq_len = validation.seq_len or config.training.seq_len
@@ -142,7 +141,7 @@ def order_of(config: s.JobConfig) -> dict[str, Any]:
 
     Other files are reported (titan/checkpoint/identity.py), and other weights begin a part of the run (loader.py).
     """
-    sources = _training_sources(config)
+    sources = training_sources(config)
     others = {*_OF_SAMPLES}
     if all(isinstance(source, s.ShardsSource | s.SyntheticSource) for source in sources):
         others |= {"add_bos", "add_eos", "validation_fraction"}  # `titan prepare` had them
@@ -153,13 +152,6 @@ def order_of(config: s.JobConfig) -> dict[str, Any]:
         own = source.model_dump(mode="json", exclude={"type", "path", "weight"})
         found |= {f"{name}.{key}": value for key, value in own.items()}
     return found
-
-
-def _training_sources(config: s.JobConfig) -> Sequence[s.Section]:
-    training = config.training
-    return config.data.sources or resolve_sources(
-        training.dataset, dataset_path=training.dataset_path
-    )
 
 
 def describe_sources(config: s.JobConfig) -> str:

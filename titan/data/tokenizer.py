@@ -8,7 +8,6 @@ and "huggingface" (a tokenizer.json, through `tokenizers`). Text never becomes a
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,6 @@ from titan.data.special_tokens import Tokenizer
 from titan.data.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
-_MARKS = {"bos": BOS, "eos": EOS}
 # Llama 3 cuts text by this pattern before merging (its released tokenizer.py). `titan tokenizer train` uses it too.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -54,14 +52,14 @@ class TiktokenTokenizer(Tokenizer):
         kind: str,
         pattern: str,
         specials: list[str],
-        source: str,
     ) -> None:
         self.special_ids = {name: len(ranks) + n for n, name in enumerate(specials)}
         self.kind = kind
         self.vocab_size = len(ranks) + len(specials)
         self.bos_id = self.eos_id = None
         self.token_texts, self.begin_ids, self.end_ids = {}, [], set()
-        self.name_tokens(**{which: name for which, name in _MARKS.items() if name in specials})
+        marks = (("bos", BOS), ("eos", EOS))
+        self.name_tokens(**{which: name for which, name in marks if name in specials})
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
@@ -116,24 +114,25 @@ class HuggingFaceTokenizer(Tokenizer):
         decoder = self._tokenizer.decoder
         # A byte-level tokenizer spells bytes as printable characters, which _BYTE_OF_CHAR undoes.
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        self.vocab_size = max(vocab.values(), default=-1) + 1
+        last = max(vocab.values(), default=-1)
         # A single high id could make a vocabulary, and so an embedding, of any size.
-        if not 0 < self.vocab_size <= len(vocab) + _MAX_GAPS:
+        if not 0 <= last < len(vocab) + _MAX_GAPS:
             raise DataError(
-                f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {self.vocab_size - 1:,}"
+                f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {last:,}"
             )
         self.bos_id = beside.find_special(path.parent, "bos", vocab)
         self.eos_id = beside.find_special(path.parent, "eos", vocab)
         # The begin and end ids may lie beyond the vocabulary.
-        self.vocab_size = max(*vocab.values(), self.bos_id or 0, self.eos_id or 0) + 1
+        self.vocab_size = max(last, self.bos_id or 0, self.eos_id or 0) + 1
         self.end_ids = beside.generation_ends(path.parent)
-        self.end_ids |= set() if self.eos_id is None else {self.eos_id}
+        if self.eos_id is not None:
+            self.end_ids.add(self.eos_id)
         self.begin_ids = self._find_begin(beside.read_beside(path.with_name(TOKENIZER_CONFIG)))
-        self.token_texts = {
-            f"{which}_token": self._names[number]
-            for which, number in (("bos", self.bos_id), ("eos", self.eos_id))
-            if number in self._names
-        } | beside.token_texts(path.parent)
+        own = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        texts = {
+            which: self._names[token] for which, token in own.items() if token in self._names
+        }
+        self.token_texts = texts | beside.token_texts(path.parent)
         self.unread = beside.unread_beside(path.parent)
         self.file = path
 
@@ -147,10 +146,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         None means that it puts nothing, and that a text may still begin with `bos_id`.
         """
-        plain, whole = (
-            self._tokenizer.encode("a", add_special_tokens=special).ids
-            for special in (False, True)
-        )
+        plain, whole = self._ids("a"), self._tokenizer.encode("a").ids
         starts = (n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
         found = whole[: next(starts, 0)]
         # transformers 4 obeyed add_bos_token; version 5 asks only the post-processor. `titan tokenizer train` writes neither.
@@ -165,7 +161,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         # Encoding takes 200 bytes a character, so long text is encoded in pieces.
         first, *others = [*pieces([text])] or [""]
-        return [*self._ids(first), *(i for piece in others for i in self.encode_rest(piece))]
+        ids = self._ids(first)
+        for piece in others:
+            ids += self.encode_rest(piece)
+        return ids
 
     def encode_rest(self, text: str) -> list[int]:
         if self._joins:
@@ -237,7 +236,6 @@ def bytes_tokenizer() -> Tokenizer:
         kind="bytes",
         pattern=r"(?s:.{1,64})",
         specials=[BOS, EOS],
-        source="bytes",
     )
 
 
@@ -256,8 +254,7 @@ def tiktoken_tokenizer(
     Raises:
         DataError: the file is not a rank file, or the pattern is missing or invalid.
     """
-    content = read_bytes(path)
-    lines = enumerate(content.splitlines(), start=1)
+    lines = enumerate(read_bytes(path).splitlines(), start=1)
     ranks = dict(_rank_line(line, where=f"{path}:{number}") for number, line in lines)
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
         raise DataError(
@@ -274,14 +271,12 @@ def tiktoken_tokenizer(
     reserved = [f"<|reserved_special_token_{n}|>" for n in range(_LLAMA3_NUM_SPECIALS - 5)]
     header = ["<|start_header_id|>", "<|end_header_id|>"]
     llama3 = [BOS, EOS, *reserved[:4], *header, reserved[4], "<|eot_id|>", *reserved[5:]]
-    digest = hashlib.blake2b(content).hexdigest()
     try:
         tokenizer = TiktokenTokenizer(
             ranks,
             kind="tiktoken",
             pattern=pattern or LLAMA3_PATTERN,
             specials=list(specials) if pattern else llama3,
-            source=digest,
         )
     except ValueError as error:
         why = printable(str(error), 200)

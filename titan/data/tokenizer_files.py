@@ -185,13 +185,11 @@ def added_beside(folder: Path) -> list[tuple[str, int | None, dict[str, bool]]]:
     """
     values, texts = read_beside(folder / TOKENIZER_CONFIG), token_texts(folder)
     # Other names, such as image_token, follow these.
-    special = [
-        texts[name] for name in sorted(texts, key=lambda name: [*_NAMES, name].index(name))
-    ]
+    names = sorted(texts, key=lambda name: [*_NAMES, name].index(name))
+    special = [texts[name] for name in names]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = values.get(key) or read_beside(folder / BESIDE[1]).get(key)
-        more = more if isinstance(more, list) else []
-        special += map(_text, more)
+        special += map(_text, more if isinstance(more, list) else ())
     added = values.get("added_tokens_decoder")
     if added is None:
         legacy = read_beside(folder / "added_tokens.json").items()
@@ -205,17 +203,11 @@ def added_beside(folder: Path) -> list[tuple[str, int | None, dict[str, bool]]]:
             )
         # The library's default for `normalized`.
         flags = {"normalized": not token.get("special")} | token
-        found.append(
-            (
-                content,
-                int(number),
-                {name: bool(flags[name]) for name in _FLAGS if name in flags},
-            )
-        )
+        found.append((content, int(number), {n: bool(flags[n]) for n in _FLAGS if n in flags}))
     found.sort(key=lambda token: token[1] or 0)
     flags = {"special": True, "normalized": False}
-    named = (token for token in dict.fromkeys(special) if isinstance(token, str))
-    return [*found, *((token, None, flags) for token in named)]
+    texts = dict.fromkeys(text for text in special if isinstance(text, str))
+    return [*found, *((text, None, flags) for text in texts)]
 
 
 def add_tokens(library: Any, path: Path) -> None:
@@ -267,7 +259,7 @@ def token_texts(folder: Path) -> dict[str, str]:
     for file in reversed(BESIDE[:2]):
         values = read_beside(folder / file)
         extra = values.get("extra_special_tokens")
-        named = {**values, **(extra if isinstance(extra, dict) else {})}
+        named = values | (extra if isinstance(extra, dict) else {})
         for name, token in named.items():
             text = _text(token)
             if name.endswith("_token") and isinstance(text, str):

@@ -208,7 +208,7 @@ def write_shards(
         return index
     logger.info("tokenizing %s into %s", documents.name, folder)
     # The caller holds the lock, so no other process is writing these files.
-    for left_over in folder.glob("*.tmp"):
+    for left_over in folder.glob(".*.json.*"):
         left_over.unlink()
     writers = {
         split: SplitWriter(folder, split=split, limit=shard_tokens, index=index)
@@ -285,9 +285,8 @@ def read_chunks(
     first, *place = places[0]
     for number, document in enumerate(documents.read(*place), first):
         progress.documents = number + 1
-        progress.bytes_before = progress.bytes_before or (
-            number == first and documents.position()
-        )
+        if number == first:
+            progress.bytes_before = documents.position()
         if places[-1][1:] != (here := [*documents.place()]):
             places.append([number, *here])
         # Both splits already contain this document: skip it.
@@ -406,19 +405,19 @@ class _Worker:
             stdout=subprocess.PIPE,
             env=child_environment(),
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._tasks, self._answers = self._process.stdin, self._process.stdout
         self._send(spec)
 
     def _send(self, value: object) -> None:
-        assert self._process.stdin is not None
-        pickle.dump(value, self._process.stdin)
-        self._process.stdin.flush()
+        pickle.dump(value, self._tasks)
+        self._tasks.flush()
 
     def encode(self, chunk: list[Piece]) -> list[EncodedPiece]:
         """Return the chunk's tokens. Raise WorkerDied if the process has ended."""
-        assert self._process.stdout is not None
         try:
             self._send(chunk)
-            answer = pickle.load(self._process.stdout)
+            answer = pickle.load(self._answers)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise WorkerDied(_describe_end(self._process.wait())) from error
         if isinstance(answer, DataError):
@@ -427,12 +426,11 @@ class _Worker:
 
     def close(self) -> None:
         """Stop the process."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()  # it may still start, or compute what nobody waits for
         self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
         with suppress(OSError):
-            self._process.stdin.close()
+            self._tasks.close()
 
 
 def _describe_end(code: int) -> str:

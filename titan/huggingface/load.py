@@ -34,7 +34,7 @@ from titan.base.untrusted import (
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.tensors import StateDict
-from titan.config.model import families, family, num_blocks
+from titan.config.model import families, family
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.data import require
@@ -413,7 +413,7 @@ def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
     They are multi-token prediction layers (DeepSeek-V3's layer 61) if the model has none, copies of embeddings, and the
     layers that the family's `hf_unused` names.
     """
-    extra, first = folder.config.get("num_nextn_predict_layers"), num_blocks(model.sizes)
+    extra, first = folder.config.get("num_nextn_predict_layers"), model.sizes.num_blocks
     extra = extra if isinstance(extra, int) else 0
     reasons = {
         f"model.layers.{number}.": "it predicts further tokens"

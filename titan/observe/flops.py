@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from titan.config.model import num_blocks
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import JobConfig
 
@@ -47,7 +46,7 @@ def flops_by_dtype(
     if (grouped := grouped_section(config)) is not None and not grouped[1].emulate:
         recipe, section = grouped
         names = [
-            f"layers.{n}.moe.experts" for n in range(num_blocks(sizes)) if sizes.is_moe_layer(n)
+            f"layers.{n}.moe.experts" for n in range(sizes.num_blocks) if sizes.is_moe_layer(n)
         ]
         count = sum(any(part in name for part in section.fqns) for name in names)
         params = count * sizes.top_k * sizes.num_expert_params

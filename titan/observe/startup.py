@@ -11,9 +11,13 @@ from rich.text import Text
 
 from titan.base.hardware import MARGIN, Hardware
 from titan.base.run_folder import METRICS
-from titan.config.layout import Layout, is_replica_group, keeps_gathered, replica_groups
-from titan.config.model import model_title, num_blocks, num_frozen
-from titan.config.phases import memory_of, mesh_of, phase_at, phases_of
+from titan.config.layout import (
+    Layout,
+    keeps_gathered,
+    mesh_of,
+)
+from titan.config.model import model_title, num_frozen
+from titan.config.phases import memory_of, phase_at, phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.optim.schedule import learning_rate_factor, phases
@@ -80,7 +84,7 @@ def startup_page(
     now = phase_at(phases, resume_step + 1).config
     training = now.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
-    groups = replica_groups(config)
+    groups = config.groups.num_groups
     sequences = training.local_batch_size * layout.dp * layout.accumulation * groups
     tokens = sequences * training.seq_len
     # A resumed run may have another batch size, so the tokens before it are counted, not computed.
@@ -100,7 +104,7 @@ def startup_page(
             **_experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),
-            **({"groups": _groups(groups)} if is_replica_group(config) else {}),
+            **({"groups": _groups(groups)} if config.groups.enable else {}),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             f"{_units(config)[1]} per step": f"{_factors(now, layout)} = {tokens:,}",
@@ -156,8 +160,8 @@ def _experts(
     parts = [f"{model.num_experts:,} of width {model.expert_dim:,}, top {model.top_k}"]
     if shared:
         parts.append(f"{shared} shared")
-    num_layers = sum(map(model.is_moe_layer, range(num_blocks(model))))
-    parts.append(f"in {num_layers} of {_count(num_blocks(model), 'layers')}")
+    num_layers = sum(map(model.is_moe_layer, range(model.num_blocks)))
+    parts.append(f"in {num_layers} of {_count(model.num_blocks, 'layers')}")
     if ep > 1:
         parts.append(f"EP {ep}: {model.num_experts // ep} a rank")
         if ranks_per_node:
@@ -192,7 +196,7 @@ def _factors(config: JobConfig, layout: Layout) -> str:
     ]
     if layout.accumulation > 1:
         factors.append(f"{layout.accumulation:,} accumulation")
-    if (groups := replica_groups(config)) > 1:
+    if (groups := config.groups.num_groups) > 1:
         factors.append(f"{groups} replica groups")
     return " x ".join(factors)
 

@@ -30,7 +30,6 @@ from titan.base.run_folder import CONFIG, open_rank_log, write_environment, writ
 from titan.base.run_writer import run_files
 from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
 from titan.checks.rules import resolve_layout
-from titan.config.layout import is_replica_group
 from titan.config.phases import phase_at, phases_of
 from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
@@ -382,7 +381,7 @@ def _why_unsaved(config: JobConfig, first_step: int) -> str:
 
 def connect(config: JobConfig) -> torch.device:
     """Start the process group of a job. Return this rank's device."""
-    if is_replica_group(config):
+    if config.groups.enable:
         # NCCL's watchdog would end this process a minute after it has lost a group, though torchft goes on without that group.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     return start_process_group(

@@ -29,13 +29,10 @@ def document_keys(config: JobConfig) -> float | None:
 
     from titan.data import DataError
     from titan.data.shards import TokenShards
-    from titan.data.sources import resolve_sources
+    from titan.data.sources import training_sources
     from titan.data.special_tokens import without_kind
 
-    training = config.training
-    sources = config.data.sources or resolve_sources(
-        training.dataset, dataset_path=training.dataset_path
-    )
+    sources = training_sources(config)
     weights, means = [], []
     for source in sources:
         if not isinstance(source, ShardsSource):

@@ -31,7 +31,6 @@ from math import ceil
 from typing import Any, TypeAlias
 
 from titan.config.layout import Layout, keeps_gathered
-from titan.config.model import num_blocks
 from titan.config.schema import ActivationCheckpointSection, JobConfig
 from titan.parallel.sac_save_list import parse_blocks, parse_rule
 
@@ -60,7 +59,7 @@ def estimate_memory(
         total.
     """
     # The first stage has the embedding and its share of the blocks.
-    layers = ceil(num_blocks(model_config) / layout.pp)
+    layers = ceil(model_config.num_blocks / layout.pp)
     params = model_config.num_params
     if layout.pp > 1:
         params = _in_blocks(model_config, layers) + model_config.num_embedding_params
@@ -103,7 +102,7 @@ def _in_blocks(model: ModelSizes, layers: int) -> int:
     """
     if not model.num_experts:
         return layers * model.num_block_params
-    return sum(map(model.block_params, range(num_blocks(model) - layers, num_blocks(model))))
+    return sum(map(model.block_params, range(model.num_blocks - layers, model.num_blocks)))
 
 
 def stacked_params(model: ModelSizes) -> int:
@@ -177,12 +176,12 @@ def _kept_by_layer(
     if section.mode == "selective" and section.selective_ac_option == "op":
         lines = [parse_blocks(line) for line in section.op_keep_by_block]
         kept = [(len(blocks), entries) for blocks, entries in lines]
-        kept.append((num_blocks(model) - sum(count for count, _ in kept), section.op_keep))
+        kept.append((model.num_blocks - sum(count for count, _ in kept), section.op_keep))
         by_op = sum(
             n * (whole if entries is None else block_input + _kept_by_op(entries, model) / tp)
             for n, entries in kept
         )
-        return by_op / num_blocks(model)
+        return by_op / model.num_blocks
     # One layer in `every` is recomputed, the others keep everything.
     every = int(section.selective_ac_option) if section.mode == "selective" else 1
     return (block_input + (every - 1) * whole) / every
@@ -285,7 +284,7 @@ def _unsharded_bytes(
     blocks = layers if keeps_all else min(kept + per_unit, layers)
     # Parameters outside blocks: embedding, last norm, output layer. The embedding is freed, unless
     # it is the output layer.
-    ends = model.num_params - _in_blocks(model, num_blocks(model))
+    ends = model.num_params - _in_blocks(model, model.num_blocks)
     ends = ends if layout.pp == 1 and keeps_all else model.num_embedding_params
     # Expert parallelism splits experts, and tensor parallelism all other weights. The last line
     # divides by tp.

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.base.untrusted import InputError
-from titan.config.layout import replica_group
 from titan.config.schema import JobConfig
 from titan.config.schema_run import DebugSection
 from titan.parallel.init_weights import derived_seed
@@ -45,7 +44,7 @@ class RandomDraws:
         recompute = config.activation_checkpoint
         self.seed, self.device = config.debug.seed, device
         # Replica groups hold other samples, too.
-        self.place = (replica_group(config), *(mesh.get_coordinate() or ()))
+        self.place = (config.groups.group_number, *(mesh.get_coordinate() or ()))
         recomputes = recompute.mode != "none" and not recompute.preserve_rng_state
         known = [module for part in parts for module in drawing_modules(part).values()]
         self.silent = [] if config.debug.draws else known

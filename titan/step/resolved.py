@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from titan.config.base import completed
-from titan.config.layout import Layout, stage_split
+from titan.config.layout import Layout, mesh_of, stage_split
 from titan.config.model import family
-from titan.config.phases import Phase, longest_sequence, mesh_of, phases_of
+from titan.config.phases import Phase, longest_sequence, phases_of
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import (
     Float8Section,

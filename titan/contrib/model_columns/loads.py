@@ -18,7 +18,6 @@ from torch import Tensor
 
 from titan.base.async_scalars import AsyncScalars
 from titan.base.run_writer import run_files
-from titan.config.model import num_blocks
 from titan.observe.clock import Window
 from titan.run.hook import Hook, StepResult
 from titan.run.metrics import Metrics
@@ -41,7 +40,7 @@ class ExpertLoads(Hook):
         self.trainer, sizes = trainer, trainer.sizes
         self.num_experts: int = sizes.num_experts
         is_moe = [
-            self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(num_blocks(sizes))
+            self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(sizes.num_blocks)
         ]
         self.layers = [layer for layer, has_experts in enumerate(is_moe) if has_experts]
         self.measured: AsyncScalars | None = None

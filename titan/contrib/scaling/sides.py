@@ -16,8 +16,9 @@ from titan.base.rows import Row, number
 from titan.base.run_folder import CONFIG, RunFolder
 from titan.base.untrusted import InputError
 from titan.checkpoint.identity import job_facts
+from titan.config.layout import layout_of
 from titan.config.load import load_config
-from titan.config.phases import layout_of, phases_of
+from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.tools.plot import points
 

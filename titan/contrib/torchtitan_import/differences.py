@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
+from titan.checks.check_extension import CheckExtension
 from titan.config.errors import RuleViolation
 from titan.config.model import family
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
 from titan.config.toml import format_value
-from titan.tools.check_extension import CheckExtension
 
 from .aliases import TABLES
 
@@ -24,7 +24,7 @@ FLAVORS, DEFAULTS = TABLES["flavors"], TABLES["defaults"]
 class Differences(CheckExtension):
     """The lines `differences` of `titan check`, for a job with keys or flavors that only TorchTitan has."""
 
-    def facts(self, config: JobConfig) -> dict[str, Any]:
+    def facts(self, config: JobConfig, known: dict[str, Any]) -> dict[str, Any]:
         is_theirs = bool(config.source_map.warnings)  # of aliases.py
         return {"differences": differences(config) if is_theirs else []}
 

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.state import model_state
+from titan.checks.layout_rules import resolve_layout
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.layout import resolve_layout
 from titan.config.plug_ins import door, parts_of
 from titan.config.schema import JobConfig, LossSection
 from titan.config.task import task_module

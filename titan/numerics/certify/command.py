@@ -26,7 +26,7 @@ from titan.base.untrusted import InputError
 from titan.checkpoint.identity import differing, freedom, settings
 from titan.checks.rules import check_to_run, load_to_run
 from titan.config.errors import ConfigError, choose
-from titan.config.layout import AXES, Layout, stage_split
+from titan.config.layout import AXES, Layout, degrees_of, stage_split
 from titan.config.load import load_from_argv
 from titan.config.model import family
 from titan.config.options import (
@@ -35,7 +35,6 @@ from titan.config.options import (
     mistake,
     put_json,
 )
-from titan.config.phases import degrees_of
 from titan.config.plug_ins import door, parts_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig

@@ -22,7 +22,6 @@ from typing import Any, get_type_hints
 from titan.config.model import (
     family,
     frozen_names,
-    num_blocks,
     parameter_counts,
     replace_fields,
 )
@@ -209,9 +208,9 @@ def _small_freeze(config: JobConfig, sizes: Any, keys: Mapping[str, Any]) -> lis
     """
     section = config.model
     names = parameter_counts(section.name, sizes)
-    frozen, blocks = frozen_names(names, section.freeze), num_blocks(sizes)
+    frozen, blocks = frozen_names(names, section.freeze), sizes.num_blocks
     small = changed(config, {**keys, "model.freeze": []}).model
-    few = num_blocks(small.sizes)
+    few = small.sizes.num_blocks
 
     def namesake(name: str) -> str:
         if not (block := re.match(r"layers\.(\d+)", name)):

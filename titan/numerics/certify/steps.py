@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from titan.base.failure import UserError
-from titan.config.layout import resolve_layout
+from titan.checks.layout_rules import resolve_layout
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch

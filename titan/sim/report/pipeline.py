@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
+from titan.checks.layout_rules import check_layout
 from titan.config.errors import ConfigError
-from titan.config.layout import AXES, check_layout, stage_split
+from titan.config.layout import AXES, stage_split
 from titan.config.load import load_from_argv
 from titan.parallel.schedules import Schedule
 from titan.parallel.stage_split import StageSplit

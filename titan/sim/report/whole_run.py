@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from titan.config.phases import mesh_of
+from titan.config.layout import mesh_of
 from titan.config.schema import JobConfig
 from titan.sim.estimate import estimate_memory
 from titan.sim.extension import sim_extensions

@@ -24,7 +24,7 @@ from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError, read_json
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.layout import AXES, is_replica_group
+from titan.config.layout import AXES
 from titan.config.load import load_from_argv
 from titan.config.options import is_quiet
 from titan.config.schema import JobConfig
@@ -118,7 +118,7 @@ def resolve(
         return [*job], None
     if config.parallelism.layout != "auto":
         return [*job], None
-    if is_replica_group(config):
+    if config.groups.enable:
         raise _mistake(
             config, 'is not for replica groups; use "fixed" and the degrees of a group'
         )

@@ -547,7 +547,7 @@ def test_parameters_on_the_host_are_refused() -> None:
 
 
 def test_the_global_batch_is_that_of_all_groups() -> None:
-    from titan.config.layout import resolve_layout
+    from titan.checks.layout_rules import resolve_layout
 
     config = job(
         training={"local_batch_size": 2, "global_batch_size": 24},

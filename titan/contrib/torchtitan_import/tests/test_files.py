@@ -93,7 +93,7 @@ def test_loads_or_is_refused(row: Row, root: Path, monkeypatch: pytest.MonkeyPat
             assert reduce(getattr, key.split("."), config) == value
         lines = differences(config)
         assert lines == row.get("differs", lines)
-        assert Differences().facts(config)["differences"] == (lines if warnings else [])
+        assert Differences().facts(config, {})["differences"] == (lines if warnings else [])
 
 
 def measured(root: Path, argv: list[str], folder: str, pool: Pool, ranks: int) -> Rows:

@@ -23,7 +23,7 @@ from tests.support.hf_families import (
 )
 from tests.support.hf_folders import save_twin
 from tests.support.ranks import Pool
-from titan.config.layout import check_layout
+from titan.checks.layout_rules import check_layout
 from titan.config.schema import JobConfig, ModelSection
 from titan.contrib.transformers import build_model
 from titan.huggingface import convert

@@ -29,9 +29,9 @@ from tests.support.hf_families import (
 )
 from tests.support.ranks import Pool
 from tests.support.tables import table
+from titan.checks.layout_rules import _check_plug_in
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.layout import _check_plug_in
 from titan.config.schema import ModelSection
 from titan.contrib.evaluation import evaluate
 from titan.contrib.transformers import build_model
