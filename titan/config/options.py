@@ -204,19 +204,26 @@ def positive(text: str) -> int:
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,
     options: Iterable[Mapping[str, Any]],
     **types: Callable[[str], Any],
 ) -> None:
     """Add options that a table in TOML describes.
 
     Args:
-        parser: the parser.
+        parser: the parser, or a group of its options.
         options: of each option its names as `name`, and the settings of `add_argument`.
-        types: functions that parse a value, by the name that the table has for them. int, path,
-            positive and whole are known.
+        types: functions that parse a value, by the name that the table has for them. int,
+            float, path, positive and whole are known.
     """
-    known = {"int": int, "path": Path, "positive": positive, "whole": whole, **types}
+    known = {
+        "int": int,
+        "float": float,
+        "path": Path,
+        "positive": positive,
+        "whole": whole,
+        **types,
+    }
     for option in options:
         settings = {key: value for key, value in option.items() if key != "name"}
         if "type" in settings:
@@ -231,10 +238,14 @@ def table_parser(
 
     Args:
         name: name of the command.
-        table: `summary`, `options`, and `usage` if argparse is not to make it.
+        table: `summary`, `options`, `usage` if argparse is not to make it, and `one_of`, options that exclude each other;
+            `needs_one` of them.
         types: see `add_options`.
     """
     parser = command_parser(name, table.get("usage", "").strip(), summary=table["summary"])
+    if "one_of" in table:
+        group = parser.add_mutually_exclusive_group(required=table.get("needs_one", False))
+        add_options(group, table["one_of"], **types)
     add_options(parser, table["options"], **types)
     return parser
 

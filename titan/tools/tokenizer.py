@@ -14,14 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan.config.options import CommandParser, add_quiet, is_quiet, put_json
+from titan.config.options import CommandParser, add_options, add_quiet, is_quiet, put_json
 from titan.data import DataError, require
 from titan.data.reading import pieces_of
 from titan.data.sources import Documents, source_of_path
 from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
 
 from .prepare import open_all
-from .tables import OPTIONS, add_options, parser_of
+from .tables import OPTIONS, parser_of
 
 _SHOWN_TOKENS = 64
 _SMALLEST = 256 + len((BOS, EOS))
