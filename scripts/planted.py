@@ -49,8 +49,8 @@ FAULTS = (
         "tensor parallelism",
         "the loss's gradient is kept, not summed, over the ranks of tp",
         "titan/parallel/tensor_styles.py",
-        "return (x.to_local(grad_placements=(Partial(),)), *args[1:])",
-        "return (x.to_local(grad_placements=(Replicate(),)), *args[1:])",
+        "return whole.to_local(grad_placements=(Partial(),))",
+        "return whole.to_local(grad_placements=(Replicate(),))",
         PARITY,
     ),
     Fault(
