@@ -144,12 +144,12 @@ def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
     sizes = hf_names.read_fields(hf, DeepSeekConfig, (*_FIELDS, theta))
     sizes["rope_factor"] = 0.0
     if (kind := rope["rope_type"]) != "default":
-        same = {**_YARN_ONLY, "mscale_all_dim": rope.get("mscale")}
-        changed = any(rope.get(key, value) != value for key, value in _YARN_DEFAULTS.items())
-        rope = _YARN_ONLY | rope
-        if changed or any(rope.get(key, kind) != value for key, value in same.items()):
-            same |= _YARN_DEFAULTS
-            raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {same}")
+        same = {**_YARN_ONLY, "mscale_all_dim": rope.get("mscale"), **_YARN_DEFAULTS}
+        given = _YARN_DEFAULTS | _YARN_ONLY | rope
+        if any(given.get(key, kind) != value for key, value in same.items()):
+            raise ValueError(
+                f"rope_scaling is {_YARN_ONLY | rope}; titan's model has YaRN with {same}"
+            )
         sizes |= hf_names.read_fields(rope, DeepSeekConfig, _YARN)
     # transformers' V3 has one method, and does not read the key.
     if sizes["num_groups"] <= 1 or (not is_v3 and hf["topk_method"] == "greedy"):
