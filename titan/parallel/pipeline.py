@@ -391,8 +391,9 @@ def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
     It restores the gradients, the buffers and the state of random generators.
     """
     _reshard(module)
-    device_module = torch.get_device_module(device)
-    sources = [m for m in (torch.random, device_module) if hasattr(m, "get_rng_state")]
+    sources: list[Any] = [torch.random]
+    if device.type != "cpu":
+        sources.append(torch.get_device_module(device))
     states = [(source, source.get_rng_state()) for source in sources]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
