@@ -34,6 +34,15 @@ class FillsBuffers(Protocol):
         ...
 
 
+@runtime_checkable
+class ReservesPositions(Protocol):
+    """Model that computes the rotations of all positions once, for a whole run."""
+
+    def reserve_positions(self, length: int) -> None:
+        """Make room for sequences of this length."""
+        ...
+
+
 class RouteSource(Protocol):
     """Source of routes in place of the router's choice, which also observes the routes taken."""
 

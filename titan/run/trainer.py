@@ -273,6 +273,7 @@ class Trainer(RunProgress):
             world_size=self.world_size,
             host=socket.gethostname(),
         )
+        self.is_open = True
         if self.rank == 0:
             self.files.replace(CONFIG, to_toml(config))
             if self.tokenizer is not None:
@@ -353,7 +354,7 @@ class Trainer(RunProgress):
 
         Ending the group waits for collectives that the other ranks of a failed run may never join.
         """
-        if hasattr(self, "events"):  # set-up and resume may have failed
+        if self.is_open:  # set-up and resume may have failed
             self.events.end("failed", step=self.step)
         self._end_parts(is_last=True)
         # Last: closing hooks may still communicate.
@@ -365,7 +366,7 @@ class Trainer(RunProgress):
             hook.close()
         if is_last:
             self.files.report()
-        if hasattr(self, "console"):
+        if self.is_open:
             self.console.close()
         self.loader.close()
         _LOG.removeHandler(self.rank_log)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.base.async_scalars import AsyncScalars
+from titan.base.untrusted import InputError
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
@@ -53,14 +54,31 @@ from titan.step.parallelize import (
     parallelize,
 )
 from titan.step.random_draws import RandomDraws
-from titan.step.refusals import as_refusals
 from titan.step.resolved import ResolvedJob
-from titan.step.step_report import StepReport
 from titan.step.whole_model import build_whole_model, sent_by_stage, split_model
 from titan.tasks.base import LossFunction, Microbatch
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers of a step, as scalars on the device. Reading one waits for the device.
+
+    Attributes:
+        loss: mean over the valid tokens of the global batch, in nats.
+        grad_norm: global gradient norm before clipping.
+        num_valid: valid tokens of the global batch.
+        local_losses: this rank's summed loss of each micro-batch; zeros on a pipeline stage that is not the last.
+        has_targets: num_valid is above 0. Otherwise the weights were not updated.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_valid: Tensor
+    local_losses: Tensor
+    has_targets: bool = True
 
 
 @dataclass
@@ -366,6 +384,22 @@ class TrainStep:
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Return the sum of losses, which is 0 except on the last pipeline stage."""
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+
+@contextmanager
+def as_refusals() -> Iterator[None]:
+    """Raise a ValueError of a helper of titan.parallel, which knows no jobs, as InputError."""
+    try:
+        yield
+    except ValueError as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        # Of the helper's own code, and not of torch's or a model's that it calls.
+        raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+        if type(error) is ValueError and raised_in.startswith("titan.parallel."):
+            raise InputError(error) from error
+        raise
 
 
 @as_refusals()

@@ -13,7 +13,12 @@ from titan.base.untrusted import InputError
 from titan.config.model import tensor_plan_of
 from titan.losses.loss import defer_lm_head
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
-from titan.parallel.module_kinds import GroupedExperts, modules_of
+from titan.parallel.module_kinds import (
+    GroupedExperts,
+    ReservesPositions,
+    is_kind,
+    modules_of,
+)
 from titan.parallel.torch_compat import can_split_custom_functions
 from titan.step.parallelize import (
     default_dtype,
@@ -35,8 +40,8 @@ def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
     with torch.device("meta"), default_dtype(torch_dtype(config.training.dtype)):
         model = job.family.build_model(job.sizes)
         # Rotations of all positions are computed once for the run, where the family can.
-        if (reserve := getattr(model, "reserve_positions", None)) is not None:
-            reserve(job.longest_sequence)
+        if is_kind(model, ReservesPositions):
+            model.reserve_positions(job.longest_sequence)
     # Before the split: which layers are converted is decided for the whole model.
     float8 = convert_to_float8(model, job)
     freeze(model, config.model.freeze)
