@@ -27,6 +27,11 @@ def is_sharded(group: Any) -> bool:
     return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
 
 
+def gathers_itself(weight: Any) -> bool:
+    """Return whether a weight says how it is gathered, as torchao's weights do, which are gathered in float8."""
+    return hasattr(weight, "fsdp_pre_all_gather")
+
+
 def gathered(group: Any) -> list[Any]:
     """Return the parameters of a group that FSDP has gathered at least once."""
     return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]

@@ -85,6 +85,19 @@ class GroupedExperts(Protocol):
 
 
 @runtime_checkable
+class Float8Layer(Protocol):
+    """torchao's linear layer that multiplies in float8.
+
+    Attributes:
+        config: its Float8LinearConfig.
+        linear_mm_config: settings of its three matmuls.
+    """
+
+    config: Any
+    linear_mm_config: Any
+
+
+@runtime_checkable
 class MaskedAttention(Protocol):
     """Attention that says which keys a query sees."""
 

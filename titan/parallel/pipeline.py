@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from .activation import keeps_some
+from .activation import selection_of
 from .compile import is_compiled
 from .schedules import Action, Schedule
 
@@ -428,7 +428,7 @@ def prepare_to_split_backward(stage: nn.Module) -> None:
                 f"module '{name}' is compiled: torch.compile cannot split its backward pass into inputs and weights, "
                 "as this schedule does; use 1F1B or Interleaved1F1B, or do not compile"
             )
-        if keeps_some(module):
+        if selection_of(module) is not None:
             raise ValueError(
                 f"module '{name}' keeps some operations and recomputes others, which cannot be cut as this schedule cuts "
                 "backward passes; use 1F1B or Interleaved1F1B, or apply_ac without keep and keep_modules"

@@ -332,7 +332,11 @@ class Trainer(RunProgress):
             if is_lost:
                 # A scheduler that starts the run again would stop it in the same place forever.
                 code = EXIT_USER_ERROR
-                text = reason = f"{text}. {_why_unsaved(self.config, self.first_step)}"
+                first, why = self.first_step, self.config.checkpoint.why_unsaved
+                steps = f"the steps since {first:,}" if first > 1 else "all steps"
+                text = reason = (
+                    f"{text}. NOTHING WAS SAVED, because of {why}: {steps} are lost, and the same command repeats them"
+                )
             else:
                 text += "; run the same command to continue"
             self.console.message(text, always=True)
@@ -371,14 +375,6 @@ class Trainer(RunProgress):
         self.loader.close()
         _LOG.removeHandler(self.rank_log)
         self.rank_log.close()
-
-
-def _why_unsaved(config: JobConfig, first_step: int) -> str:
-    steps = f"the steps since {first_step:,}" if first_step > 1 else "all steps"
-    return (
-        f"NOTHING WAS SAVED, because of {config.checkpoint.why_unsaved}: {steps} are lost, and the same "
-        "command repeats them"
-    )
 
 
 def connect(config: JobConfig) -> torch.device:
