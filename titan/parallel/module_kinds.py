@@ -5,7 +5,7 @@ apply_ep, the overlap of experts, float8, document masks and context parallelism
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -102,6 +102,20 @@ class MaskedAttention(Protocol):
     """Attention that says which keys a query sees."""
 
     spec: AttentionSpec
+
+
+@runtime_checkable
+class ScaledAttention(Protocol):
+    """Attention with a factor of its scores, None for 1 / sqrt(head size)."""
+
+    scale: float | None
+
+
+@runtime_checkable
+class SharesModules(Protocol):
+    """Model that names modules which every pipeline stage has, such as rotary embeddings."""
+
+    on_all_stages: Sequence[str]
 
 
 class SequenceModule(nn.Module):
