@@ -53,10 +53,11 @@ from titan.step.parallelize import (
     compile_log_of,
     moes_of,
     parallelize,
+    require_trained,
 )
 from titan.step.random_draws import RandomDraws
 from titan.step.resolved import ResolvedJob
-from titan.step.whole_model import build_whole_model, sent_by_stage, split_model
+from titan.step.whole_model import build_whole_model, sent_by_stage
 from titan.tasks.base import LossFunction, Microbatch
 
 if TYPE_CHECKING:
@@ -419,7 +420,12 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
-        schedule, stages = split_model(next(iter(job.splits.values())), model, pp=pp)
+        from titan.parallel.stages import extract_stages
+
+        split = next(iter(job.splits.values()))
+        require_trained(model, split.modules)
+        schedule, rank = split.schedule, pp.get_local_rank()
+        stages = extract_stages(model, split.modules, numbers=schedule.stages_of(rank))
     # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
         parallelize(stage, job=job, mesh=mesh, sparse_mesh=sparse_mesh)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan.base.untrusted import InputError
 from titan.config.model import tensor_plan_of
@@ -23,14 +22,9 @@ from titan.parallel.torch_compat import can_split_custom_functions
 from titan.step.parallelize import (
     default_dtype,
     freeze,
-    require_trained,
     torch_dtype,
 )
 from titan.step.resolved import ResolvedJob
-
-if TYPE_CHECKING:
-    from titan.parallel.schedules import Schedule
-    from titan.parallel.stage_split import StageSplit
 
 
 def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
@@ -122,17 +116,6 @@ def _kind_of(result: Any) -> str:
     if isinstance(result, list | tuple):
         return f"a {kind} of {', '.join(type(part).__name__ for part in result)}"
     return f"a {kind}"
-
-
-def split_model(
-    split: StageSplit, model: nn.Module, *, pp: DeviceMesh
-) -> tuple[Schedule, dict[int, nn.Module]]:
-    """Return a pipeline's schedule, and this rank's stages of the model by their numbers."""
-    from titan.parallel.stages import extract_stages
-
-    require_trained(model, split.modules)
-    numbers = split.schedule.stages_of(pp.get_local_rank())
-    return split.schedule, extract_stages(model, split.modules, numbers=numbers)
 
 
 def sent_by_stage(job: ResolvedJob, input: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
