@@ -192,12 +192,13 @@ class Llama(nn.Module):
         config: LlamaConfig,
         *,
         attention: type[nn.Module] = Attention,
+        block: type[Block] = Block,
     ) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, i, attention=attention) for i in range(config.num_blocks)}
+            {str(i): block(config, i, attention=attention) for i in range(config.num_blocks)}
         )
         for name in map(str, range(config.n_layers, config.num_blocks)):
             self.layers[name] = MTPModule(config, self.layers[name])
