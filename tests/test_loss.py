@@ -17,13 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.losses import cross_entropy_sum
 from tests.support.ranks import Pool
 from titan.losses.loss import (
     IGNORED,
     Kernels,
     LossSum,
     VocabularyShard,
-    cross_entropy_sum,
     defer_lm_head,
 )
 from titan.losses.loss_kernels import _fused_statistics

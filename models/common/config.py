@@ -5,8 +5,10 @@ Parameter and FLOP counts follow from the sizes alone, so that `titan check` pri
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.parallel.traits import ModelSizes
@@ -18,6 +20,17 @@ def flavors_by(columns: str, kind: type[_Sizes], **shared: Any) -> Callable[...,
     """Return a function that makes a flavor of the values of these fields in order, and of more fields by name."""
     names = columns.split()
     return lambda *values, **rest: kind(**shared | dict(zip(names, values, strict=True)) | rest)
+
+
+def read_flavors(module: str, kind: type[_Sizes]) -> dict[str, _Sizes]:
+    """Return a family's models by name, from the file flavors.json beside a module. Fields that it leaves out have their defaults.
+
+    Args:
+        module: Path of the module, its `__file__`.
+        kind: Class of the sizes.
+    """
+    text = Path(module).with_name("flavors.json").read_text("utf-8")
+    return {name: kind(**sizes) for name, sizes in json.loads(text).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +115,27 @@ class LlamaConfig(ModelSizes):
         return 2 * self.dim
 
     @property
+    def num_attention_params(self) -> int:
+        """Return the number of parameters in the matmuls of a block's attention."""
+        return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
+
+    def block_matmul_params(self, layer: int, *, active: bool = False) -> int:
+        """Return the number of parameters in the matmuls of a block.
+
+        Args:
+            layer: Number of the block.
+            active: Count only the parameters that act on one token.
+        """
+        return self.num_attention_params + 3 * self.dim * self.ffn_dim
+
+    def block_params(self, layer: int, *, active: bool = False) -> int:
+        """Return the number of parameters of a block, norms included. The arguments are those of `block_matmul_params`."""
+        return self.block_matmul_params(layer, active=active) + self.num_block_norm_params
+
+    @property
     def num_block_params(self) -> int:
-        """Return the number of parameters of a block, norms included."""
-        # wq, wo, then wk and wv, then the three matrices of the SwiGLU.
-        q_and_o = 2 * self.dim * self.n_heads * self.head_dim
-        k_and_v = 2 * self.dim * self.n_kv_heads * self.head_dim
-        return q_and_o + k_and_v + 3 * self.dim * self.ffn_dim + self.num_block_norm_params
+        """Return the number of parameters of the last block, the largest."""
+        return self.block_params(self.n_layers - 1)
 
     @property
     def num_embedding_params(self) -> int:
@@ -117,15 +145,19 @@ class LlamaConfig(ModelSizes):
     @property
     def num_params(self) -> int:
         """Return the number of parameters. Tied embeddings count once."""
+        return self._count(active=False)
+
+    def _count(self, *, active: bool) -> int:
         embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
+        layers = range(self.num_blocks)
+        blocks = sum(self.block_params(layer, active=active) for layer in layers)
         # The last norm counts once.
-        blocks = self.num_blocks * self.num_block_params + self.num_mtp_params
-        return embeddings + blocks + self.dim
+        return embeddings + blocks + self.num_mtp_params + self.dim
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        Each parameter of a matmul costs 6 operations. The output layer counts as a matmul; the embedding look-up and norms
+        Each parameter of a matmul costs 6 operations, if it acts on the token. The output layer counts as a matmul; the embedding look-up and norms
         do not. Attention costs 12 x layers x heads x head_dim x seq_len (PaLM, arXiv:2204.02311, appendix B), or less where a
         layer's window is shorter than the sequence.
 
@@ -133,16 +165,13 @@ class LlamaConfig(ModelSizes):
             seq_len: Tokens of a sequence.
             causal: Count only the pairs of queries and keys that a causal mask leaves. Without a window these are half.
         """
-        matmul_params = self.num_blocks * (self.num_block_params - self.num_block_norm_params)
-        matmul_params += self._matmul_params_after_blocks
-        return 6 * matmul_params + self.attention_flops_per_token(seq_len, causal=causal)
-
-    @property
-    def _matmul_params_after_blocks(self) -> int:
+        layers = range(self.num_blocks)
+        blocks = sum(self.block_matmul_params(layer, active=True) for layer in layers)
         # Norms are no matmuls, and an embedding is looked up. The output layer is a matmul, also if it is tied, and it runs
         # once more for each module of multi-token prediction.
         outputs = (1 + self.num_mtp_modules) * self.num_embedding_params
-        return outputs + self.num_mtp_modules * 2 * self.dim**2
+        matmul_params = blocks + outputs + self.num_mtp_modules * 2 * self.dim**2
+        return 6 * matmul_params + self.attention_flops_per_token(seq_len, causal=causal)
 
     def attention_flops_per_token(self, seq_len: int, *, causal: bool) -> int:
         """Return the floating-point operations of attention itself for one token.

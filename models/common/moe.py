@@ -168,10 +168,7 @@ def grouped_mm(tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor
 def grouped_matmuls(
     tokens_RD: Tensor,
     counts_e: Tensor,
-    w1_eFD: Tensor,
-    w2_eDF: Tensor,
-    w3_eFD: Tensor,
-    *biases: Tensor,
+    *weights: Tensor,
     limit: float = 0.0,
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm,
 ) -> Tensor:
@@ -180,16 +177,13 @@ def grouped_matmuls(
     Args:
         tokens_RD: Tokens sorted by expert.
         counts_e: Number of tokens of each expert.
-        w1_eFD: Matrices of the activated half.
-        w2_eDF: Matrices of the output.
-        w3_eFD: Matrices of the other half.
-        *biases: Biases of w1, w2 and w3, (e, F), (e, D), (e, F), or none.
+        *weights: Matrices of the activated half (e, F, D), of the output (e, D, F) and of the other half (e, F, D), and
+            their biases in the same order, (e, F), (e, D), (e, F), or none.
         limit: See `gate`.
         product: Grouped matmul, as `grouped_mm`.
     """
     # The kernel wants the ends of groups as int32.
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
-    w1_bias, w2_bias, w3_bias = biases or (None, None, None)
 
     def multiply(tokens_RI: Tensor, weights_eOI: Tensor, bias_eO: Tensor | None) -> Tensor:
         tokens_RO = product(tokens_RI, weights_eOI.mT, ends_e)
@@ -198,9 +192,7 @@ def grouped_matmuls(
         # Float8 matmuls pad the groups (titan/parallel/grouped_float8.py).
         return _AddBias.apply(tokens_RO, bias_eO, ends_e, product is not grouped_mm)
 
-    hidden_RF = gate(multiply(tokens_RD, w1_eFD, w1_bias), limit)
-    hidden_RF = hidden_RF * gated(multiply(tokens_RD, w3_eFD, w3_bias), limit)
-    return multiply(hidden_RF, w2_eDF, w2_bias)
+    return _swiglu(multiply, tokens_RD, *weights, limit=limit)
 
 
 def looped_matmuls(
@@ -209,32 +201,27 @@ def looped_matmuls(
     """Return the result of `grouped_matmuls`, with `weights` as its weights and biases, expert by expert, in any precision."""
     # An expert without tokens takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
     # would be as large as w.
-    sizes = (
-        host_counts(counts_e, num_tokens=len(tokens_RD))
-        if len(tokens_RD)
-        else [0] * len(counts_e)
-    )
+    sizes = [0] * len(counts_e)
+    if len(tokens_RD):
+        sizes = host_counts(counts_e, num_tokens=len(tokens_RD))
     experts = zip(*(weight.unbind() for weight in weights), strict=True)
-    return torch.cat(
-        [
-            _expert(rows, *expert, limit=limit)
-            for rows, expert in zip(tokens_RD.split(sizes), experts, strict=True)
-        ]
-    )
+    tokens = zip(tokens_RD.split(sizes), experts, strict=True)
+    return torch.cat([_swiglu(F.linear, rows, *own, limit=limit) for rows, own in tokens])
 
 
-def _expert(
+def _swiglu(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     tokens_RD: Tensor,
-    w1_FD: Tensor,
-    w2_DF: Tensor,
-    w3_FD: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
     *biases: Tensor,
     limit: float,
 ) -> Tensor:
     w1_bias, w2_bias, w3_bias = biases or (None, None, None)
-    hidden_RF = gate(F.linear(tokens_RD, w1_FD, w1_bias), limit)
-    hidden_RF = hidden_RF * gated(F.linear(tokens_RD, w3_FD, w3_bias), limit)
-    return F.linear(hidden_RF, w2_DF, w2_bias)
+    hidden_RF = gate(multiply(tokens_RD, w1, w1_bias), limit)
+    hidden_RF = hidden_RF * gated(multiply(tokens_RD, w3, w3_bias), limit)
+    return multiply(hidden_RF, w2, w2_bias)
 
 
 class _AddBias(torch.autograd.Function):
@@ -255,8 +242,7 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (owners_R,) = ctx.saved_tensors
-        (grad_RO,) = grads
+        (owners_R,), (grad_RO,) = ctx.saved_tensors, grads
         experts_e = torch.arange(ctx.num_experts, device=owners_R.device)
         is_own_eR = (experts_e[:, None] == owners_R).to(grad_RO.dtype)
         # No kernel writes the gradients behind the last group, and zero times them may not be zero.
@@ -399,10 +385,5 @@ class _RouterTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (
-            *grads,
-            *ctx.moe.term_gradients(*ctx.saved_tensors, ctx.batch),
-            None,
-            None,
-            None,
-        )
+        terms = ctx.moe.term_gradients(*ctx.saved_tensors, ctx.batch)
+        return *grads, *terms, None, None, None

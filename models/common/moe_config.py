@@ -56,67 +56,26 @@ class MoEConfig(LlamaConfig):
         return self.num_experts > 0 and layer >= self.n_dense_layers
 
     @property
-    def num_attention_params(self) -> int:
-        """Return the number of parameters in the matmuls of a block's attention."""
-        return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
-
-    @property
     def num_expert_params(self) -> int:
         """Return the number of parameters of one expert, without biases."""
         return 3 * self.dim * self.expert_dim
 
-    def num_bias_params(self, experts: int) -> int:
-        """Return the number of biases of the router and of this many experts."""
-        return self.moe_biases * (self.num_experts + experts * (2 * self.expert_dim + self.dim))
+    def block_matmul_params(self, layer: int, *, active: bool = False) -> int:
+        """Return the number of parameters in the matmuls of a block, as `LlamaConfig` counts them."""
+        if not self.is_moe_layer(layer):
+            return super().block_matmul_params(layer)
+        experts = self.num_shared_experts + (self.top_k if active else self.num_experts)
+        router = self.dim * self.num_experts
+        return self.num_attention_params + router + experts * self.num_expert_params
 
     def block_params(self, layer: int, *, active: bool = False) -> int:
-        """Return the number of parameters of a block.
-
-        Args:
-            layer: Number of the block.
-            active: Count only the parameters that act on one token.
-        """
-        common = self.num_attention_params + self.num_block_norm_params
-        if not self.is_moe_layer(layer):
-            return common + 3 * self.dim * self.ffn_dim
+        """Return the number of parameters of a block, as `LlamaConfig` counts them."""
         routed = self.top_k if active else self.num_experts
-        common += self.dim * self.num_experts + self.num_bias_params(routed)
-        return common + (self.num_shared_experts + routed) * self.num_expert_params
-
-    @property
-    def num_block_params(self) -> int:
-        """Return the number of parameters of the last block, the largest."""
-        return self.block_params(self.n_layers - 1)
-
-    @property
-    def num_params(self) -> int:
-        """Return the number of parameters of the model, all experts included."""
-        return self._count(active=False)
+        biases = self.num_experts + routed * (2 * self.expert_dim + self.dim)
+        biases *= self.moe_biases and self.is_moe_layer(layer)
+        return super().block_params(layer, active=active) + biases
 
     @property
     def num_active_params(self) -> int:
         """Return the number of parameters that act on one token, among them its K routed experts and both embeddings."""
         return self._count(active=True)
-
-    def _count(self, *, active: bool) -> int:
-        embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
-        blocks = sum(
-            self.block_params(layer, active=active) for layer in range(self.num_blocks)
-        )
-        return embeddings + blocks + self.num_mtp_params + self.dim
-
-    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
-        """Return the floating-point operations of forward and backward for one token, of active parameters only.
-
-        Args:
-            seq_len: Tokens of a sequence.
-            causal: Count only the pairs of queries and keys that a causal mask leaves.
-        """
-        blocks = (
-            self.block_params(layer, active=True)
-            - self.num_block_norm_params
-            - self.is_moe_layer(layer) * self.num_bias_params(self.top_k)
-            for layer in range(self.num_blocks)
-        )
-        matmul_params = sum(blocks) + self._matmul_params_after_blocks
-        return 6 * matmul_params + self.attention_flops_per_token(seq_len, causal=causal)

@@ -20,10 +20,11 @@ TENSOR_PLAN: dict[str, str] = {
     "output": "vocab_output",
     **dict.fromkeys(("layers.*.enorm", "layers.*.hnorm", "layers.*.head_norm"), "sequence"),
     "layers.*.eh_proj": "token_weights",
-}
-
-# For families whose blocks have experts. Experts are split by expert parallelism and by FSDP.
-MOE_PLAN: dict[str, str] = {
+    # Norms of each head's queries and keys, as in Qwen3, and sinks, as in gpt-oss
+    "layers.*.attention.q_norm": "head_norm",
+    "layers.*.attention.k_norm": "head_norm",
+    "layers.*.attention.sinks": "head_vector",
+    # Blocks with experts, which expert parallelism and FSDP split
     "layers.*.moe": "tokens",
     "layers.*.moe.router.gate": "token_weights",
     "layers.*.moe.experts": "experts",

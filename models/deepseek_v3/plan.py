@@ -3,12 +3,10 @@
 Each rank computes the latents of its tokens. Heads are split over the ranks. Experts have the same styles as in other families.
 """
 
-from titan.models.common.plan import MOE_PLAN
-from titan.models.common.plan import TENSOR_PLAN as LLAMA_PLAN
+from titan.models.common.plan import TENSOR_PLAN as COMMON_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
-    **{pattern: style for pattern, style in LLAMA_PLAN.items() if ".attention" not in pattern},
-    **MOE_PLAN,
+    **{pattern: style for pattern, style in COMMON_PLAN.items() if ".attention" not in pattern},
     "layers.*.attention_norm": "sequence",
     "layers.*.attention.wq": "gather_colwise",
     "layers.*.attention.wq_a": "sequence",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from titan.models.common.plan import TENSOR_PLAN
+
 from .config import FLAVORS, GptOssConfig
-from .plan import TENSOR_PLAN
 
 if TYPE_CHECKING:
     from .model import GptOss

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from titan.models.common.plan import TENSOR_PLAN
+
 from .config import FLAVORS, Qwen3Config
-from .plan import TENSOR_PLAN
 
 if TYPE_CHECKING:
     from titan.models.llama3.model import Llama

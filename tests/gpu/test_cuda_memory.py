@@ -56,7 +56,7 @@ def run(**sections: Any) -> Run:
         if event == "forward":
             after_forward.append(torch.accelerator.memory_allocated())
 
-    train_step.call_on_event(look)
+    train_step.on_event = look
     losses, norms = [], []
     for step in range(1, 4):
         torch.accelerator.reset_peak_memory_stats()

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.tables import table
 from titan.config.model import family
 from titan.models.llama3 import FLAVORS, LlamaConfig, build_model
-from titan.models.llama3.huggingface import hf_name
+from titan.models.llama3.huggingface import hf_name, read_config
 from titan.parallel import initialize, materialize
 
 
@@ -167,3 +167,9 @@ def test_materialize_keeps_embeddings_tied() -> None:
     materialize(model, device="cpu")
     assert model.output.weight is model.tok_embeddings.weight  # pyrefly: ignore[missing-attribute]
     assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_field_that_is_null_and_has_no_default_is_named() -> None:
+    hf = {"model_type": "llama", "hidden_size": None}
+    with pytest.raises(ValueError, match="hidden_size is missing"):
+        read_config(hf)

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.losses import cross_entropy_sum
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
-from titan.losses.loss import cross_entropy_sum, logits_fn_of
+from titan.losses.loss import logits_fn_of
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, apply_fsdp, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table

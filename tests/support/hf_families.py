@@ -40,8 +40,7 @@ from titan.parallel import build_mesh, initialize, materialize
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.step.resolved import resolve_job
-from titan.step.step_report import StepReport
-from titan.step.train_step import TrainStep, build_train_step
+from titan.step.train_step import StepReport, TrainStep, build_train_step
 
 # A ReLU, or a router between two experts, flips where rounding decides, and then a gradient differs by more than rounding. That depends on the
 # numbers, and a fault does not: a difference is looked for again with other weights and tokens.

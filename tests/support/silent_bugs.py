@@ -47,6 +47,7 @@ from titan.parallel import (
     fsdp,
     pipeline,
     ring,
+    tensor,
     tensor_styles,
 )
 from titan.step import train_step
@@ -186,16 +187,11 @@ def found_with(
 
 
 def kept_loss_gradient() -> None:
-    def apply(self: Any, module: nn.Module, mesh: Any) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = args[0].redistribute(placements=(Replicate(),))
-            return x.to_local(grad_placements=(Replicate(),)), *args[1:]
+    def gather(x: Any, mesh: Any) -> Tensor:
+        whole = x.redistribute(placements=(Replicate(),))
+        return whole.to_local(grad_placements=(Replicate(),))
 
-        tensor_styles._split_weight("", module, mesh)
-        module.register_forward_pre_hook(gather)
-        return module
-
-    tensor_styles.GatherForLoss._apply = apply
+    tensor.gathered = gather
 
 
 def averaged_keys() -> None:

@@ -314,18 +314,17 @@ def read_stream(stream: IO[bytes], size: int, *, name: object, limit: int = MAX_
     return stream.read(size)
 
 
-def read_text(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None) -> str:
+def read_text(path: Path, *, within: Path | None = None) -> str:
     """Read the text of a UTF-8 file.
 
     Args:
         path: the file.
-        limit: largest number of bytes.
         within: as for `open_regular`.
 
     Raises:
         InputError: the file cannot be read.
     """
-    return decode(read_bytes(path, limit=limit, within=within), name=path)
+    return decode(read_bytes(path, within=within), name=path)
 
 
 def read_lines(path: Path, *, within: Path | None = None) -> Iterator[tuple[int, str]]:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from titan.base.untrusted import InputError, is_lost, retry
+from titan.base.untrusted import InputError, is_lost
 from titan.checkpoint import CheckpointError
-from titan.checkpoint.storage import Location, folder_of, join, read_file, storage_of
+from titan.checkpoint.storage import Location, folder_of, join, read_file
 
 FORMAT = 1
 # Kinds of failures (titan/base/errors.py).
@@ -25,7 +25,6 @@ _NEVER = (3, 5, 9)
 _FORMAT = re.compile(rb'"format"\s*:\s*(\d{1,9})\s*[,}]')
 _FIRST = re.compile(rb"\s*\{\s*" + _FORMAT.pattern)
 _TITAN = re.compile(rb'"titan"\s*:\s*"([^"\\]{1,40})"')
-_HEAD_BYTES = 4096
 
 
 def require_known(text: bytes, *, file: Location, is_first: bool = True) -> None:
@@ -69,18 +68,3 @@ def unreadable(location: Location, error: OSError) -> CheckpointError:
             kind=LOST,
         )
     return CheckpointError(f"{folder_of(location)} is not a checkpoint: {location}: {why}")
-
-
-def require_known_file(location: Location) -> None:
-    """Check the format of a file by its beginning.
-
-    Raises:
-        CheckpointError: a newer titan wrote the file.
-        OSError: the file cannot be read.
-    """
-
-    def read() -> bytes:
-        with storage_of(location).open(location, "rb") as stream:
-            return stream.read(_HEAD_BYTES)
-
-    require_known(retry(read), file=location)

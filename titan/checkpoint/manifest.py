@@ -35,7 +35,6 @@ from titan.checkpoint.formats import (
     LOST,
     newer,
     require_known,
-    require_known_file,
     unreadable,
 )
 from titan.checkpoint.storage import Location, join, name_of, read_file, storage_of
@@ -45,6 +44,7 @@ NAME, TITAN_JSON = "manifest.json", "titan.json"
 METADATA = ".metadata"
 BLOCK_BYTES = 16 * 2**20
 _JOINED_BYTES = 2**20
+_HEAD_BYTES = 4096  # which hold the format
 _MAX_VALUES = 1_000_000  # values of a manifest, enough for the blocks of 16 TB
 
 
@@ -273,19 +273,25 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
     if part == 0:
         for file in (TITAN_JSON, tensor_index.NAME):
             damages += _find_newer(folder, file)
-    # One rank checks the index, which is a single small file.
-    if part == 0 and tensor_index.NAME not in {damage.file for damage in damages}:
-        try:
-            tensor_index.read_index(folder, manifest.sizes)
-        except CheckpointError as error:
-            damages.append(_explain(folder, tensor_index.NAME, error))
+        # One rank checks the index, which is a single small file.
+        if tensor_index.NAME not in {damage.file for damage in damages}:
+            try:
+                tensor_index.read_index(folder, manifest.sizes)
+            except CheckpointError as error:
+                damages.append(_explain(folder, tensor_index.NAME, error))
     return damages
 
 
 def _find_newer(folder: Location, file: str) -> Iterator[Damage]:
     """Yield the file if it is of a newer titan. A missing or unreadable file is found by the check of its bytes."""
+    location = join(folder, file)
+
+    def read() -> bytes:
+        with storage_of(location).open(location, "rb") as stream:
+            return stream.read(_HEAD_BYTES)
+
     try:
-        require_known_file(join(folder, file))
+        require_known(retry(read), file=location)
     except CheckpointError as error:
         yield _explain(folder, file, error)
     except OSError:

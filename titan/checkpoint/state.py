@@ -126,16 +126,13 @@ def empty_optimizer_state(
         if shape == parameter.shape:
             value = torch.empty_like(plain(parameter), dtype=dtype, requires_grad=False)
         else:  # a step count, which is the same on every rank
-            value = torch.empty(shape, dtype=dtype, device=_step_device(parameter, optimizer))
+            group = optimizer.param_groups[0]
+            # Fused and capturable optimizers read it on the device.
+            on_device = group.get("fused") or group.get("capturable")
+            device = parameter.device if on_device else "cpu"
+            value = torch.empty(shape, dtype=dtype, device=device)
         optimizer.state[parameter][key] = value
     return optimizer_state(parts, optimizer)
-
-
-def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return the device on which torch's optimizers keep scalars: the parameter's if fused or capturable, otherwise the host."""
-    group = optimizer.param_groups[0]
-    on_device = group.get("fused") or group.get("capturable")
-    return parameter.device if on_device else torch.device("cpu")
 
 
 def average_state(average: Average | None) -> StateDict:

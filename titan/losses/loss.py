@@ -20,7 +20,7 @@ N tokens, C tokens of a chunk, D model, V vocabulary or this rank's shard of it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,25 +50,10 @@ LogitsFn = Callable[[Tensor], Tensor]
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Options of `_ChunkedCrossEntropy`, as for `scaled_cross_entropy`."""
-
-    chunk_tokens: int
-    shard: VocabularyShard | None
-    kernels: Kernels
-    logits_fn: LogitsFn | None
-    custom: CustomLoss | None
-    scales: Sequence[float]
-
-    def chunks(self, x: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the chunks of a tensor along its tokens, each with the number of its part."""
-        parts = x.chunk(len(self.scales))
-        return [
-            (n, chunk)
-            for n, part in enumerate(parts)
-            for chunk in part.split(self.chunk_tokens)
-        ]
+def _chunks(x: Tensor, num_parts: int, chunk_tokens: int) -> list[tuple[int, Tensor]]:
+    """Return the chunks of a tensor along its tokens, each with the number of its part."""
+    parts = enumerate(x.chunk(num_parts))
+    return [(n, chunk) for n, part in parts for chunk in part.split(chunk_tokens)]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -84,10 +69,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         input_ND: Tensor,
         weight_VD: Tensor | None,
         labels_N: Tensor,
-        settings: _Settings,
+        of: LossSum,
+        scales: Sequence[float],
     ) -> tuple[Tensor, ...]:
         device = input_ND.device
-        sums = [torch.zeros((), dtype=torch.float32, device=device) for _ in settings.scales]
+        sums = [torch.zeros((), dtype=torch.float32, device=device) for _ in scales]
         differentiate = any(ctx.needs_input_grad)
         d_input_ND = torch.empty_like(input_ND) if differentiate else None
         # A sum over chunks, in fp32. The first chunk writes it.
@@ -100,15 +86,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else {}
         )
         # The last chunk of a part may be shorter. Chunks are views, so results are written where they belong.
-        inputs = settings.chunks(input_ND)
-        d_inputs = inputs if d_input_ND is None else settings.chunks(d_input_ND)
-        chunks = zip(inputs, d_inputs, settings.chunks(labels_N), strict=True)
+        chunks_of = partial(_chunks, num_parts=len(scales), chunk_tokens=of.chunk_tokens)
+        inputs = chunks_of(input_ND)
+        d_inputs = inputs if d_input_ND is None else chunks_of(d_input_ND)
+        chunks = zip(inputs, d_inputs, chunks_of(labels_N), strict=True)
         for (part, input_CD), (_, d_input_CD), (_, labels_C) in chunks:
-            scale = settings.scales[part]
-            if settings.logits_fn is not None:
+            scale = scales[part]
+            if of.logits_fn is not None:
                 input_CD = input_CD.detach().requires_grad_()
                 with torch.set_grad_enabled(differentiate):
-                    logits_CV = settings.logits_fn(input_CD)
+                    logits_CV = of.logits_fn(input_CD)
             else:
                 logits_CV = (
                     input_CD
@@ -118,7 +105,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk_loss, d_logits_CV = _one_chunk(
                 logits_CV.detach(),
                 labels_C,
-                settings=settings,
+                of=of,
                 gradient_dtype=input_CD.dtype if differentiate else None,
             )
             sums[part] += chunk_loss
@@ -128,7 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # The logits' gradient is the result: the caller's own backward pass goes on from it.
                 _scale(d_input_CD.copy_(d_logits_CV), scale)
                 continue
-            if settings.logits_fn is not None:
+            if of.logits_fn is not None:
                 wanted = [input_CD, weight_VD] if wants_weight else [input_CD]
                 d_input, *d_weight = torch.autograd.grad(logits_CV, wanted, d_logits_CV)
                 _scale(d_input_CD.copy_(d_input), scale)
@@ -147,27 +134,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 scaled = into_fp32 if scale == 1 else into_fp32 | {"alpha": scale}
                 torch.addmm(d_weight_VD, d_logits_CV.T, input_CD, out=d_weight_VD, **scaled)
         ctx.weight_dtype = None if weight_VD is None else weight_VD.dtype
-        ctx.scaled = settings.kernels.scaled
+        ctx.scaled = (of.kernels or Kernels()).scaled
         if weight_VD is None:
             ctx.gradient = d_input_ND
         else:  # autograd frees them after the backward pass, though a pipeline schedule keeps its losses to the end of the step
             ctx.save_for_backward(d_input_ND, d_weight_VD)
-        return _scaled_total(sums, settings.scales)
+        return _scaled_total(sums, scales)
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_output: Tensor, *_: Any
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if ctx.weight_dtype is None:  # in place: the largest tensor of the step
             d_logits_NV, ctx.gradient = ctx.gradient, None
             if d_logits_NV is None:
                 raise RuntimeError("this loss keeps its gradient for one backward pass only")
-            return d_logits_NV.mul_(grad_output), None, None, None
+            return d_logits_NV.mul_(grad_output), None, None, None, None
         d_input_ND, d_weight_VD = ctx.saved_tensors
         if d_weight_VD is not None:
             d_weight_VD = ctx.scaled(d_weight_VD, grad_output, ctx.weight_dtype)
         # A schedule that splits the backward pass comes here twice: for the input, and for the weight.
-        return d_input_ND * grad_output, d_weight_VD, None, None
+        return d_input_ND * grad_output, d_weight_VD, None, None, None
 
 
 def _scale(gradient: Tensor, scale: float) -> None:
@@ -184,13 +169,13 @@ def _one_chunk(
     logits_CV: Tensor,
     labels_C: Tensor,
     *,
-    settings: _Settings,
+    of: LossSum,
     gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed loss of a chunk, a scalar in fp32, and its gradient in the logits if `gradient_dtype` is given."""
-    shard, kernels = settings.shard, settings.kernels
-    if settings.custom is not None:
-        return _custom_chunk(logits_CV, labels_C, settings.custom, shard, gradient_dtype)
+    shard, kernels = of.shard, of.kernels or Kernels()
+    if of.custom is not None:
+        return _custom_chunk(logits_CV, labels_C, of.custom, shard, gradient_dtype)
     is_valid_C = labels_C != IGNORED
     column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
     if shard is not None:
@@ -237,76 +222,10 @@ def _custom_chunk(
     return loss.detach(), d_logits_CV[:, columns].to(gradient_dtype)
 
 
-def cross_entropy_sum(input: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """Return the sum of the cross entropy over all tokens, a scalar in fp32. The options are those of `scaled_cross_entropy`."""
-    return scaled_cross_entropy(input, labels, **options)[0]
-
-
-def scaled_cross_entropy(
-    input: Tensor,
-    labels: Tensor,
-    *,
-    chunk_tokens: int,
-    weight: Tensor | None = None,
-    shard: VocabularyShard | None = None,
-    kernels: Kernels | None = None,
-    logits_fn: LogitsFn | None = None,
-    custom: CustomLoss | None = None,
-    scales: Sequence[float] = (1.0,),
-) -> tuple[Tensor, ...]:
-    """Return the sum of the cross entropy in nats over the valid labels. It is differentiable once, in input and weight.
-
-    Args:
-        input: (..., D), input of the output layer; or the logits (..., V) if there is no `weight`. Any floating dtype. With `shard`, its
-            gradient is this rank's part of a sum over the ranks.
-        labels: (...) int64 ids of the whole vocabulary, IGNORED where not trained on. Ids outside the vocabulary are not checked for.
-        chunk_tokens: tokens that are computed at once; 0: all. A single chunk is torch's own cross entropy on an fp32 copy of the logits.
-        weight: (V, D), weight of the output layer. With `shard`, it is this rank's shard (V/tp, D), also as the DTensor that tensor
-            parallelism made. Under FSDP, take it from the layer after the forward pass, when it is gathered.
-        shard: this rank's shard of the vocabulary; logits are then its columns (..., V/tp).
-        kernels: fused kernels for the loss of a chunk.
-        logits_fn: computes the logits of (N, D) in place of a matmul with `weight`, which it reads (a layer in 8 bits).
-        custom: computes the sum from logits and labels, in place of the cross entropy.
-        scales: with P scales, the first of which is 1, the tokens are P parts of equal size, and the sum has each part times its scale.
-            All parts share one gradient of the weight.
-
-    Returns:
-        The sum, a scalar in fp32, the same on every rank of a shard; and with several scales the sums of the parts, fp32 (P,), which
-        are not differentiable.
-
-    Raises:
-        ValueError: labels have another shape, or the weight is not gathered.
-    """
-    # Shapes are checked here: a broadcast would give a wrong loss without an error.
-    if labels.shape != input.shape[:-1]:
-        raise ValueError(
-            f"labels are {tuple(labels.shape)} and the input is {tuple(input.shape)}: one label for each position"
-        )
-    if isinstance(weight, DTensor):
-        weight = local_shard(weight, shard)
-    input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
-    part_tokens = len(input_ND) // len(scales)
-    num_chunks = -(-part_tokens // (chunk_tokens or part_tokens))
-    loss = custom or partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
-    # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
-    if num_chunks == 1 and shard is None and (kernels is None or not chunk_tokens):
-        linear = logits_fn or (lambda x: x if weight is None else F.linear(x, weight))
-        return _parts(lambda x, y: loss(linear(x).float(), y), input_ND, labels_N, scales)
-    is_plain = not chunk_tokens and weight is None and custom is None
-    if is_plain and shard is not None and shard.mesh is not None:
-        plain = partial(plain_over_vocabulary, mesh=shard.mesh, start=shard.start)
-        return _parts(plain, input_ND, labels_N, scales)
-    size = -(-part_tokens // num_chunks)
-    if logits_fn is not None:
-        size = -(-size // _FLOAT8_TOKENS) * _FLOAT8_TOKENS
-    settings = _Settings(size, shard, kernels or Kernels(), logits_fn, custom, scales)
-    return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)
-
-
 def _parts(
     loss: CustomLoss, input_ND: Tensor, labels_N: Tensor, scales: Sequence[float]
 ) -> tuple[Tensor, ...]:
-    """Return the result of `scaled_cross_entropy` for a loss that autograd differentiates."""
+    """Return the result of `LossSum.scaled` for a loss that autograd differentiates."""
     parts = (x.chunk(len(scales)) for x in (input_ND, labels_N))
     return _scaled_total([*map(loss, *parts)], scales)
 
@@ -341,21 +260,16 @@ def logits_fn_of(output: nn.Module, *, backend: str = "") -> LogitsFn:
     return torch.compile(forward, backend=backend) if backend else forward
 
 
-def compiled_loss(custom: CustomLoss | None, *, backend: str) -> CustomLoss | None:
-    """Return a package's loss, through torch.compile if a backend is given."""
-    return torch.compile(custom, backend=backend) if custom is not None and backend else custom
-
-
 @dataclass(frozen=True)
 class LossSum:
     """Loss function: maps a model's output and labels to the summed loss.
 
     Attributes:
-        chunk_tokens: tokens that are computed at once.
+        chunk_tokens: tokens that are computed at once; 0: all. A single chunk is torch's own cross entropy on an fp32 copy of the logits.
         shard: this rank's shard of logits that are split over the vocabulary.
         output: output layer that the loss applies; None: the model's output are logits.
         kernels: fused kernels for the loss of a chunk.
-        logits_fn: the output layer's own forward pass, if it multiplies in 8 bits.
+        logits_fn: the output layer's own forward pass, if it multiplies in 8 bits: maps (N, D) to logits in place of a matmul.
         custom: training loss in place of the cross entropy. Without gradients, in validation, the loss is the cross entropy.
     """
 
@@ -375,25 +289,74 @@ class LossSum:
     def scaled(
         self,
         input: Tensor,
-        labels_BS: Tensor,
+        labels: Tensor,
         scales: Sequence[float],
         *,
         custom: CustomLoss | None = None,
+        weight: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the scaled sum of parts of the tokens, and the sum of each part, as `scaled_cross_entropy` does."""
-        # FSDP keeps the unit of the output layer gathered after its forward pass.
-        weight = None if self.output is None else self.output.get_parameter("weight")
+        """Return the sum of the loss in nats over the valid labels. It is differentiable once, in input and weight.
+
+        Args:
+            input: (..., D), input of the output layer; or the logits (..., V) without an output layer and `weight`. Any floating dtype.
+                With `shard`, its gradient is this rank's part of a sum over the ranks.
+            labels: (...) int64 ids of the whole vocabulary, IGNORED where not trained on. Ids outside the vocabulary are not checked for.
+            scales: with P scales, the first of which is 1, the tokens are P parts of equal size, and the sum has each part times its
+                scale. All parts share one gradient of the weight.
+            custom: computes the sum from logits and labels, in place of the training loss.
+            weight: (V, D), weight of the output layer if `output` is None. With `shard`, it is this rank's shard (V/tp, D), also as the
+                DTensor that tensor parallelism made.
+
+        Returns:
+            The sum, a scalar in fp32, the same on every rank of a shard; and with several scales the sums of the parts, fp32 (P,), which
+            are not differentiable.
+
+        Raises:
+            ValueError: labels have another shape, or the weight is not gathered.
+        """
+        if self.output is not None:
+            # FSDP keeps the unit of the output layer gathered after its forward pass.
+            weight = self.output.get_parameter("weight")
+        custom = custom or (self.custom if torch.is_grad_enabled() else None)
         with torch.profiler.record_function(
             "titan: loss"
         ):  # a module's range, to `titan profile`
-            return scaled_cross_entropy(
-                input,
-                labels_BS,
-                chunk_tokens=self.chunk_tokens,
-                weight=weight,
-                shard=self.shard,
-                kernels=self.kernels,
-                logits_fn=self.logits_fn,
-                custom=custom or (self.custom if torch.is_grad_enabled() else None),
-                scales=scales,
+            return self._scaled(input, labels, scales, custom, weight)
+
+    def _scaled(
+        self,
+        input: Tensor,
+        labels: Tensor,
+        scales: Sequence[float],
+        custom: CustomLoss | None,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        # Shapes are checked here: a broadcast would give a wrong loss without an error.
+        if labels.shape != input.shape[:-1]:
+            raise ValueError(
+                f"labels are {tuple(labels.shape)} and the input is {tuple(input.shape)}: one label for each position"
             )
+        if isinstance(weight, DTensor):
+            weight = local_shard(weight, self.shard)
+        shard = self.shard
+        input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
+        part_tokens = len(input_ND) // len(scales)
+        num_chunks = -(-part_tokens // (self.chunk_tokens or part_tokens))
+        loss = custom or partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
+        # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
+        if (
+            num_chunks == 1
+            and shard is None
+            and (self.kernels is None or not self.chunk_tokens)
+        ):
+            linear = self.logits_fn or (lambda x: x if weight is None else F.linear(x, weight))
+            return _parts(lambda x, y: loss(linear(x).float(), y), input_ND, labels_N, scales)
+        is_plain = not self.chunk_tokens and weight is None and custom is None
+        if is_plain and shard is not None and shard.mesh is not None:
+            plain = partial(plain_over_vocabulary, mesh=shard.mesh, start=shard.start)
+            return _parts(plain, input_ND, labels_N, scales)
+        size = -(-part_tokens // num_chunks)
+        if self.logits_fn is not None:
+            size = -(-size // _FLOAT8_TOKENS) * _FLOAT8_TOKENS
+        of = replace(self, chunk_tokens=size, custom=custom)
+        return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, of, scales)

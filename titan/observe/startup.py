@@ -32,7 +32,7 @@ class StartupPage:
     Attributes:
         title: heading.
         description: job's own description, which may be empty.
-        lines: text by its label, in order.
+        lines: text by its label, in order. An empty text is left out.
     """
 
     title: str
@@ -41,11 +41,12 @@ class StartupPage:
 
     def render(self, width: int) -> Text:
         """Return the page for a console of `width` characters."""
-        margin = max(map(len, self.lines)) + 4
+        lines = {label: value for label, value in self.lines.items() if value}
+        margin = max(map(len, lines)) + 4
         page = Text.assemble("\n", (self.title, "bold"), "\n")
         if self.description:
             page.append(f"  {self.description}\n", "italic")
-        for label, value in self.lines.items():
+        for label, value in lines.items():
             # Continuation lines start below the value, not below the label.
             wrapped = wrap(value, max(min(width, _MAX_WIDTH) - margin, 20))
             page.append(f"  {label}".ljust(margin), "cyan")
@@ -100,18 +101,18 @@ def startup_page(
         description=config.job.description,
         lines={
             "model": _model(model_config),
-            **({"frozen": f"{frozen:,} parameters"} if frozen else {}),
-            **_experts(config, model_config, layout, ranks_per_node),
+            "frozen": f"{frozen:,} parameters" if frozen else "",
+            "experts": _experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),
-            **({"groups": _groups(groups)} if config.groups.enable else {}),
+             "groups": _groups(groups) if config.groups.enable else "",
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             f"{_units(config)[1]} per step": f"{_factors(now, layout)} = {tokens:,}",
             "steps": f"{config.training.steps:,}{resumed}; {in_all:,} {_units(config)[1]} in all",
             **{f"phase {p.number}": str(p).partition(", ")[2] for p in phases[1:]},
             "schedule": _schedule(config),
-            **({"memory": _memory(most, hardware)} if most else {}),
+            "memory": _memory(most, hardware) if most else "",
             "hardware": _hardware(config, device_name, hardware),
             "written to": _outputs(config, run_dir),
         },
@@ -150,12 +151,10 @@ def _parameters(model: Any) -> str:
     return total if active == model.num_params else f"{total}, {active:,} of them active"
 
 
-def _experts(
-    config: JobConfig, model: Any, layout: Layout, ranks_per_node: int
-) -> dict[str, str]:
-    """Describe the experts and their ranks; {} for a dense model."""
+def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int) -> str:
+    """Describe the experts and their ranks; "" for a dense model."""
     if not model.num_experts:
-        return {}
+        return ""
     ep, shared = config.parallelism.expert_parallel_degree, model.num_shared_experts
     parts = [f"{model.num_experts:,} of width {model.expert_dim:,}, top {model.top_k}"]
     if shared:
@@ -169,7 +168,7 @@ def _experts(
             ends = ((first, first + ep - 1) for first in range(0, layout.world_size, ep))
             nodes = max(b // ranks_per_node - a // ranks_per_node + 1 for a, b in ends)
             parts.append(f"a group on {_count(nodes, 'nodes')}")
-    return {"experts": ", ".join(parts)}
+    return ", ".join(parts)
 
 
 def _layout(config: JobConfig, layout: Layout) -> str:

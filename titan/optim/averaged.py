@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,6 +39,15 @@ class Average(Protocol):
         ...
 
 
+@runtime_checkable
+class AveragingOptimizer(Protocol):
+    """Optimizer that replaces the weights by its own average until `train` is called, as schedule-free ones do."""
+
+    def eval(self) -> object:
+        """Put the average in place."""
+        ...
+
+
 @door("step")
 class BuildAverage(Protocol):
     """Function that builds the average that a job asks for, or returns None."""
@@ -63,7 +72,7 @@ def averaged(step: Any, *, validates: bool = False) -> AbstractContextManager[No
     average = step.average
     if average is not None and (average.validates or not validates):
         return average.in_place()
-    if hasattr(step.optimizer, "eval"):
+    if isinstance(step.optimizer, AveragingOptimizer):
         return of_optimizer(step.optimizer, step.model_parts)
     return nullcontext()
 

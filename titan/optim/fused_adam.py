@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.parallel.float8 import plain
-
-from .states import Allocates, begin_step, local
+from .states import Allocates, adam_state, begin_step, local
 
 # A shard of that many elements is worth a separate launch and a call from the host. It has rows of this length, so that a compiler
 # that knows neither the number of rows nor the address still loads 16 bytes at a time.
@@ -80,11 +78,7 @@ class FusedAdam(Allocates, torch.optim.Adam):
     def init_state(self, parameter: Tensor) -> None:
         """Fill the state with zeros, laid out like the parameter."""
         # torch's fused kernels read the step on the device.
-        self.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(plain(parameter)),
-            "exp_avg_sq": torch.zeros_like(plain(parameter)),
-        }
+        self.state[parameter] = adam_state(parameter, step_on=parameter.device)
 
     def _update(
         self, parameters: list[Tensor], group: dict[str, Any], device: torch.device

@@ -27,12 +27,11 @@ from titan.config.schema import (
     OptimizerDefaults,
     OptimizerSection,
 )
-from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
 
 from .fused_adam import FusedAdam
 from .rounding import RoundingSeeds
-from .states import Allocates
+from .states import Allocates, adam_state
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -120,11 +119,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
                 continue
             # Fused kernels read the step on the device, the others on the host.
             device = parameter.device if group["fused"] else "cpu"
-            optimizer.state[parameter] = {
-                "step": torch.tensor(0.0, device=device),
-                "exp_avg": torch.zeros_like(plain(parameter)),
-                "exp_avg_sq": torch.zeros_like(plain(parameter)),
-            }
+            optimizer.state[parameter] = adam_state(parameter, step_on=device)
     return True
 
 

@@ -44,6 +44,20 @@ class Allocates:
                     self.state[parameter][name] = value.to(parameter.device)
 
 
+def adam_state(parameter: Tensor, *, step_on: torch.device | str) -> dict[str, Tensor]:
+    """Return Adam's state of a parameter before its first step.
+
+    Args:
+        parameter: The parameter.
+        step_on: Device of the step count.
+    """
+    return {
+        "step": torch.zeros((), device=step_on),
+        "exp_avg": torch.zeros_like(plain(parameter)),
+        "exp_avg_sq": torch.zeros_like(plain(parameter)),
+    }
+
+
 def begin_step(optimizer: Allocates, group: dict[str, Any]) -> list[Tensor]:
     """Return a group's parameters that have gradients, after creating missing states and counting the step.
 

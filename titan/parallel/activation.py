@@ -191,22 +191,8 @@ class _Selection:
         return selective_checkpoint_contexts(decide, host=host)
 
 
-@cache
-def _selection(keep: tuple[str, ...], keep_modules: tuple[str, ...]) -> _Selection:
-    """Return the selection for these results: one object for all models of the process.
-
-    Compiled code is valid for one object only.
-    """
-    return _Selection(keep, keep_modules)
-
-
-def keeps_some(block: nn.Module) -> bool:
-    """Return whether a block was wrapped to keep some results and recompute others.
-
-    Args:
-        block: a block, wrapped or not.
-    """
-    return selection_of(block) is not None
+_selection = cache(_Selection)
+"""The selection of these results: one object for all models of the process, since compiled code is valid for one only."""
 
 
 def unwrapped(block: Any) -> nn.Module:

@@ -6,7 +6,7 @@ They are for models that titan did not write. A message names the module or para
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
 from .init_weights import canonical_name
@@ -38,7 +38,8 @@ def _reason(module: nn.Module, num_ranks: int) -> str:
             return "makes sparse gradients, which cannot be reduced: set sparse=False"
         if num_ranks > 1 and module.scale_grad_by_freq:
             return "divides gradients by how often an id is in this rank's batch: set scale_grad_by_freq=False"
-    normalizes = isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False)
+    is_norm = isinstance(module, _NormBase)
+    normalizes = isinstance(module, _BatchNorm) or (is_norm and module.track_running_stats)
     is_local = normalizes and module.training and not isinstance(module, nn.SyncBatchNorm)
     if num_ranks > 1 and is_local:
         return "takes its statistics from this rank's batch: use nn.SyncBatchNorm, a norm of each sample (GroupNorm, LayerNorm), or eval()"

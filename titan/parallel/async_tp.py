@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .torch_compat import enable_symmetric_memory, micro_pipeline_module
+from .torch_compat import enable_symmetric_memory
 
 
 @dataclass
@@ -62,11 +62,13 @@ def enable_async_tp(group: dist.ProcessGroup) -> Rewrites:
         The counts, which grow as blocks are compiled.
     """
     from torch._inductor import config
+    from torch._inductor.fx_passes import post_grad
 
     config._micro_pipeline_tp = True
     enable_symmetric_memory(group)
-    module = micro_pipeline_module()
+    module: Any = post_grad
     rewrites = Rewrites()
+    # Inductor looks up the pass in this module, by name, for each graph.
     module.micro_pipeline_tp_pass = _counted(module.micro_pipeline_tp_pass, rewrites)
     return rewrites
 

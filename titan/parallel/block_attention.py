@@ -83,14 +83,12 @@ def attend(
         ends: cu_seqlens of FlashAttention's sequences in the flattened batch, see `varlen_attention`; only in 16 bits on a GPU.
     """
     mask_BST, ends = _windowed(q_BHSK, spec, mask_BST, ends)
-    if mask_BST is not None:
-        return _attend_masked(q_BHSK, k_BGTK, v_BGTK, mask_BST, scale)
     if ends is not None:
         length, flat = q_BHSK.shape[2], [_flat(x) for x in (q_BHSK, k_BGTK, v_BGTK)]
         how: dict[str, Any] = {"ends": ends, "length": length, "spec": spec, "scale": scale}
         out, lse_HN = varlen_attention(*flat, **how)
         return _unflat(out, length), lse_HN.unflatten(1, (-1, length)).transpose(0, 1)
-    kernel, causal = choose_kernel(q_BHSK), spec.causal
+    kernel, causal = choose_kernel(q_BHSK, masked=mask_BST is not None), spec.causal
     if kernel == "flash":
         out_BHSK, lse, *_ = _aten._scaled_dot_product_flash_attention(
             q_BHSK, k_BGTK, v_BGTK, 0.0, causal, scale=scale
@@ -103,15 +101,24 @@ def attend(
         return out_BHSK, lse.flatten(2)  # (B, H, S, 1)
     # The kernels below take no grouped heads.
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
+    bias = None if mask_BST is None else _bias(mask_BST, q_BHSK)
+    causal = causal and bias is None
     if kernel == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSK, k_BHTK, v_BHTK, 0.0, causal, scale=scale
+        out_BHSK, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSK, k_BHTK, v_BHTK, 0.0, causal, attn_mask=bias, scale=scale
         )
-    out_BHSK, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        q_BHSK, k_BHTK, v_BHTK, None, True, 0.0, causal, scale=scale
-    )
-    # Cut off the padding of queries.
-    return out_BHSK, lse[..., : q_BHSK.shape[2]]
+    else:
+        out_BHSK, lse_BHS, *_ = _aten._scaled_dot_product_efficient_attention(
+            q_BHSK, k_BHTK, v_BHTK, bias, True, 0.0, causal, scale=scale
+        )
+        # Cut off the padding of queries.
+        lse_BHS = lse_BHS[..., : q_BHSK.shape[2]]
+    if mask_BST is None:
+        return out_BHSK, lse_BHS
+    # Kernels disagree about a query that sees no key.
+    sees_B1S = mask_BST.any(-1)[:, None]
+    out_BHSK = torch.where(sees_B1S[..., None], out_BHSK, 0.0)
+    return out_BHSK, lse_BHS.masked_fill(~sees_B1S, float("-inf"))
 
 
 def attend_backward(
@@ -190,26 +197,6 @@ def attend_backward(
     # The gradients of a head's copies are added up.
     groups = k_BGTK.shape[1]
     return dq_BHSK, _sum_groups(dk_BHTK, groups), _sum_groups(dv_BHTK, groups)
-
-
-def _attend_masked(
-    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask_BST: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    heads, length = q_BHSK.shape[1:3]
-    k_BHTK, v_BHTK = _expand(k_BGTK, heads), _expand(v_BGTK, heads)
-    bias = _bias(mask_BST, q_BHSK)
-    if choose_kernel(q_BHSK, masked=True) == "cpu":
-        out_BHSK, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSK, k_BHTK, v_BHTK, 0.0, False, attn_mask=bias, scale=scale
-        )
-    else:
-        out_BHSK, lse_BHS, *_ = _aten._scaled_dot_product_efficient_attention(
-            q_BHSK, k_BHTK, v_BHTK, bias, True, 0.0, False, scale=scale
-        )
-    # Kernels disagree about a query that sees no key.
-    sees_B1S = mask_BST.any(-1)[:, None]
-    out_BHSK = torch.where(sees_B1S[..., None], out_BHSK, 0.0)
-    return out_BHSK, lse_BHS[..., :length].masked_fill(~sees_B1S, float("-inf"))
 
 
 def _bias(mask_BST: Tensor, q_BHSK: Tensor) -> Tensor:
@@ -311,21 +298,10 @@ def varlen_backward(
     """
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     window = list(spec.flash_window)
+    places = (ends, ends, length, length)
+    options = (window == [-1, 0], state, scale, window)
     return torch.ops.torch_attn._varlen_attn_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        ends,
-        ends,
-        length,
-        length,
-        window == [-1, 0],
-        state,
-        scale,
-        window,
+        grad, q, k, v, out, lse, *places, *options
     )
 
 
@@ -408,11 +384,12 @@ def match_heads(
 
     Without the copies torch would keep S x T scores in memory.
     """
-    if k_BGTK.shape[1] == q_BHSK.shape[1]:
+    heads = q_BHSK.shape[1]
+    if heads == k_BGTK.shape[1] or _takes_grouped_heads(
+        q_BHSK.device.type, q_BHSK.dtype, has_mask
+    ):
         return k_BGTK, v_BGTK
-    if _takes_grouped_heads(q_BHSK.device.type, q_BHSK.dtype, has_mask):
-        return k_BGTK, v_BGTK
-    return _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
+    return _expand(k_BGTK, heads), _expand(v_BGTK, heads)
 
 
 @torch.compiler.assume_constant_result

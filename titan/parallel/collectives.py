@@ -80,21 +80,6 @@ def all_to_all(x: Tensor, *, group: str) -> Tensor:
     return _AllToAll.apply(x, group)
 
 
-def all_to_all_tokens(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
-    """Send and receive any number of tokens. Differentiable.
-
-    Args:
-        x: tokens, sorted by receiver.
-        group: name of the process group.
-        to: number of tokens for each rank.
-        from_: number of tokens from each rank.
-
-    Returns:
-        The tokens that arrived, sorted by sender.
-    """
-    return AsyncAllToAll(x, group=group, to=to, from_=from_).wait()
-
-
 class AsyncAllToAll:
     """All-to-all of tokens that is under way from the construction on. Differentiable.
 

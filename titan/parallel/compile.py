@@ -29,7 +29,7 @@ from .torch_compat import (
     keep_random_state_in_graphs,
     set_memory_budget,
 )
-from .traits import blocks_in, traits_of
+from .traits import BlockTraits, blocks_in
 
 CompileMode = Literal[
     "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"
@@ -94,8 +94,8 @@ def apply_compile(
             detach_collective(module)
     # Each call of a block looks up the program that the first block of its shape compiled.
     for block in blocks:
-        inner = unwrapped(block)
-        traits = traits_of(inner)
+        inner: Any = unwrapped(block)
+        traits = getattr(inner, "traits", BlockTraits())
         select = selection_of(block) if traits.compiled else None
         if select is not None:
             show_programs_to_checkpoints()

@@ -35,7 +35,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .block_attention import CAUSAL, AttentionSpec
 from .collectives import all_gather, all_to_all
 from .documents import DocumentMask, MaskForm, mask_of
-from .module_kinds import SequenceModule, modules_of
+from .module_kinds import (
+    MaskedAttention,
+    ScaledAttention,
+    SequenceModule,
+    is_kind,
+    modules_of,
+)
 from .ring import SequencePart, chunks_held, ring_attention
 
 Method = Literal["ring", "allgather", "ulysses"]
@@ -169,8 +175,8 @@ class ContextParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.inner = inner
-        self.scale: float | None = getattr(inner, "scale", None)
-        self.spec: AttentionSpec = getattr(inner, "spec", CAUSAL)
+        self.scale: float | None = inner.scale if is_kind(inner, ScaledAttention) else None
+        self.spec: AttentionSpec = inner.spec if is_kind(inner, MaskedAttention) else CAUSAL
         self.name = name
         self.part = part
         self.method: Method = method

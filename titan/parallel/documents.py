@@ -95,24 +95,21 @@ class DocumentMask:
                 return flex_attention(*qkv, **options)
             out_BHSK, aux = flex_attention(*qkv, **options, return_aux=AuxRequest(lse=True))
             return add_sinks(out_BHSK, aux.lse, sinks_H)[0]
+        if sinks_H is not None:
+            is_dense = self.form == "dense"
+            seen = {"mask_BST": self.mask[spec][:, 0]} if is_dense else {"ends": self.mask}
+            return attend_with_sinks(*qkv, sinks_H, spec=spec, scale=scale, **seen)
         if self.form == "dense":
-            mask = self.mask[spec]
-            if sinks_H is not None:
-                return attend_with_sinks(
-                    *qkv, sinks_H, spec=spec, scale=scale, mask_BST=mask[:, 0]
-                )
             qkv = q_BHSK, *match_heads(*qkv, has_mask=True)
             grouped = q_BHSK.shape[1] != qkv[1].shape[1]
             return F.scaled_dot_product_attention(
-                *qkv, attn_mask=mask, scale=scale, enable_gqa=grouped
+                *qkv, attn_mask=self.mask[spec], scale=scale, enable_gqa=grouped
             )
         size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
         # FlashAttention wants one size of heads. The zeros that pad the values become zeros that pad the output.
         v_BGTK = F.pad(v_BGTK, (0, size - v_size)) if v_size < size else v_BGTK
-        qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "spec": spec, "scale": scale}
-        if sinks_H is not None:
-            return attend_with_sinks(*qkv, sinks_H, **how)[..., :v_size]
-        return attend(*qkv, **how)[0][..., :v_size]
+        out, _ = attend(q_BHSK, k_BGTK, v_BGTK, ends=self.mask, spec=spec, scale=scale)
+        return out[..., :v_size]
 
 
 def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> MaskForm:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from .collectives import AsyncAllToAll, all_to_all_tokens, start_all_to_all, wait
+from .collectives import AsyncAllToAll, start_all_to_all, wait
 from .context import shard_sequence
 from .mesh import axis_rank, axis_size
 from .module_kinds import (
@@ -148,9 +148,8 @@ class TokenDispatcher:
         find = outside_selection(self.find_routes)  # the recomputation leaves it out
         counts_e, routes = _recall(self) or find(counts_E, len(tokens_ND))
         _remember(self, (counts_e, routes))
-        tokens_RD = all_to_all_tokens(
-            tokens_ND, group=self.group, to=routes.to, from_=routes.from_
-        )
+        sent = AsyncAllToAll(tokens_ND, group=self.group, to=routes.to, from_=routes.from_)
+        tokens_RD = sent.wait()
         return permute(tokens_RD, routes.order_R, routes.inverse_R), counts_e, routes
 
     def combine(self, results_RD: Tensor, routes: Routes) -> AsyncAllToAll:

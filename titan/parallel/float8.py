@@ -35,6 +35,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan.base.failure import UserError
 
+from .module_kinds import Float8Layer, is_kind
+
 # The oldest compute capability with such matmuls: Ada, Hopper, Blackwell; MI300 (gfx942), MI350 (gfx950).
 _NVIDIA = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
 _AMD = {"tensorwise": (9, 4), "rowwise": (9, 4), "mxfp8": (9, 5)}
@@ -108,7 +110,11 @@ def apply_float8(
     places = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     output = _output_layer(model) if filter_fqns is None else ""
     filter_fqns = filter_fqns or ()
-    is_small = _small_filter(recipe) if _SMALL in filter_fqns else None
+    gains = None
+    if _SMALL in filter_fqns:
+        from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+
+        gains = _auto_filter_for_recipe(recipe, [])
     report = []
     for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
         style, _, number = _style(name, tensor_plan or {}).partition(":")
@@ -134,7 +140,7 @@ def apply_float8(
             kept = "tensor-parallel ranks compute parts of it apart, and would scale each part by itself"
         elif rows % multiple or columns % multiple:
             kept = f"{rows} x {columns}{' on a rank' * (tp > 1)} does not divide by {multiple}"
-        elif is_small and is_small(layer, name):
+        elif gains and not gains(layer, name):
             kept = f"too small to gain ({_SMALL})"
         uneven = fsdp_all_gather and not kept and rows % fsdp_ranks != 0
         report.append(Conversion(name, (layer.out_features, layer.in_features), kept, uneven))
@@ -235,8 +241,14 @@ def gathers_float8(model: nn.Module) -> bool:
     Args:
         model: any model.
     """
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return any(getattr(c, "enable_fsdp_float8_all_gather", False) for c in configs)
+    configs = filter(None, map(_config_of, model.modules()))
+    return any(config.enable_fsdp_float8_all_gather for config in configs)
+
+
+def _config_of(module: Any) -> Any:
+    """Return the Float8LinearConfig of a float8 layer, and None for another module."""
+    is_layer = isinstance(module, nn.Linear) and is_kind(module, Float8Layer)
+    return module.config if is_layer else None
 
 
 @torch.no_grad()
@@ -292,9 +304,8 @@ def is_tensorwise(module: nn.Module) -> bool:
     Args:
         module: any module.
     """
-    config = getattr(module, "config", None)
-    cast = getattr(config, "cast_config_input", None)
-    return cast is not None and cast.scaling_granularity.value == "tensorwise"
+    config = _config_of(module)
+    return bool(config) and config.cast_config_input.scaling_granularity.value == "tensorwise"
 
 
 def cast_before_gather(module: nn.Module, mesh: DeviceMesh) -> Callable[[DTensor], Any] | None:
@@ -426,10 +437,3 @@ def _mx_converter(recipe: str, *, emulate: bool) -> Callable[[nn.Module, set[str
             model.get_submodule(parent).register_module(child, new)
 
     return convert
-
-
-def _small_filter(recipe: str) -> Callable[[nn.Module, str], bool]:
-    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
-
-    converts = _auto_filter_for_recipe(recipe, [])
-    return lambda layer, name: not converts(layer, name)

@@ -38,6 +38,7 @@ from .alike import require_alike_modules, require_alike_parameters
 from .fsdp_compat import (
     average_gradients,
     compare_units,
+    gathers_itself,
     is_sharded,
     parameter_groups,
     reduce_unused,
@@ -361,7 +362,7 @@ def _require_even_float8(model: nn.Module, mesh: DeviceMesh) -> None:
     ranks = mesh.size(mesh.ndim - 1)
     for name, parameter in model.named_parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if hasattr(own, "fsdp_pre_all_gather") and len(own) % ranks:
+        if gathers_itself(own) and len(own) % ranks:
             raise ValueError(
                 f"{ranks} FSDP ranks do not divide the {len(own)} rows of {name}, which is gathered in float8: give apply_float8 "
                 f"fsdp_ranks={ranks}, which gathers such a weight in its own dtype"

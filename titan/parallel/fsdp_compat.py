@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
 
 
@@ -23,7 +24,12 @@ def parameter_groups(module: Any) -> list[Any]:
 
 def is_sharded(group: Any) -> bool:
     """Return whether several ranks share the parameters of a group."""
-    return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+    return isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
+
+
+def gathers_itself(weight: Any) -> bool:
+    """Return whether a weight says how it is gathered, as torchao's weights do, which are gathered in float8."""
+    return hasattr(weight, "fsdp_pre_all_gather")
 
 
 def gathered(group: Any) -> list[Any]:
@@ -142,7 +148,7 @@ def _post_backward(
     used |= {p for p in parameters if grads[p]}
     # Replicas add up one vector of a unit, so each micro-batch must have gradients of the same parameters in it.
     waits = group._partial_reduce_output is not None
-    replicates = hasattr(group.mesh_info, "replicate_process_group")
+    replicates = isinstance(group.mesh_info, DDPMeshInfo)
     is_whole = replicates and group.reduce_grads and (waits or not group.all_reduce_grads)
     is_whole = is_whole and (any(grads.values()) or group.all_reduce_grads)
     if ran and group.reduce_grads:

@@ -97,6 +97,6 @@ def default_store() -> Any:
 
     # A prefix store waits for its keys. The store below it has host, port and path.
     store = _get_default_store()
-    while hasattr(store, "underlying_store"):
+    while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

@@ -150,10 +150,8 @@ def initialize(
         std_of: returns the standard deviation for a parameter's name. 0.0 sets zeros, None sets ones, and a function
             returns the whole parameter for a seed.
     """
-    modules: list[Any] = [
-        m for m in model.modules() if getattr(m, "padding_idx", None) is not None
-    ]
-    padding = {id(m.weight): m.padding_idx for m in modules}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    padding = {id(m.weight): m.padding_idx for m in tables if m.padding_idx is not None}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         std = std_of(name)

@@ -5,7 +5,7 @@ apply_ep, the overlap of experts, float8, document masks and context parallelism
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -31,6 +31,15 @@ class FillsBuffers(Protocol):
 
     def reset_buffers(self) -> None:
         """Fill the buffers, in place."""
+        ...
+
+
+@runtime_checkable
+class ReservesPositions(Protocol):
+    """Model that computes the rotations of all positions once, for a whole run."""
+
+    def reserve_positions(self, length: int) -> None:
+        """Make room for sequences of this length."""
         ...
 
 
@@ -76,10 +85,37 @@ class GroupedExperts(Protocol):
 
 
 @runtime_checkable
+class Float8Layer(Protocol):
+    """torchao's linear layer that multiplies in float8.
+
+    Attributes:
+        config: its Float8LinearConfig.
+        linear_mm_config: settings of its three matmuls.
+    """
+
+    config: Any
+    linear_mm_config: Any
+
+
+@runtime_checkable
 class MaskedAttention(Protocol):
     """Attention that says which keys a query sees."""
 
     spec: AttentionSpec
+
+
+@runtime_checkable
+class ScaledAttention(Protocol):
+    """Attention with a factor of its scores, None for 1 / sqrt(head size)."""
+
+    scale: float | None
+
+
+@runtime_checkable
+class SharesModules(Protocol):
+    """Model that names modules which every pipeline stage has, such as rotary embeddings."""
+
+    on_all_stages: Sequence[str]
 
 
 class SequenceModule(nn.Module):

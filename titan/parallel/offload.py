@@ -14,7 +14,6 @@ of block 1 back. Block 3 keeps its tensors, since its backward pass comes at onc
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +130,8 @@ class _Run:
         copy = self.newest.get(key)
         if copy is None:
             copy = _Copy(storage, tensor.device, self.offloader.copy_stream(tensor.device))
-            copy.original = weakref.ref(storage, partial(_forget, self.newest, key))
+            newest = self.newest
+            copy.original = weakref.ref(storage, lambda _: newest.pop(key, None))
             self.newest[key] = copy
             self.copies.append(copy)
             self.offloader.num_bytes += storage.nbytes()
@@ -159,10 +159,6 @@ class _Run:
     def begin_restoring(self) -> None:
         for copy in self.copies:
             copy.begin_restoring()
-
-
-def _forget(copies: Any, key: tuple[int, int], _: Any) -> None:
-    copies.pop(key, None)
 
 
 class _Copy:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fsdp_compat import TrainingState, parameter_groups
+from .fsdp_compat import TrainingState, gathers_itself, parameter_groups
 
 
 def stay_on_rank(module: nn.Module) -> None:
@@ -29,15 +29,12 @@ def stay_on_rank(module: nn.Module) -> None:
             torch's way, as does a unit whose reduction has a factor or a hook.
     """
     for group in parameter_groups(module):
-        if not any(_has_own_gathering(p) for p in group.fsdp_params):
+        parameters = group.fsdp_params
+        if not any(
+            p.offload_to_cpu or gathers_itself(p._sharded_local_tensor) for p in parameters
+        ):
             group.wait_for_unshard = partial(_cast_weights, group, group.wait_for_unshard)
             group.post_backward = partial(_keep_gradients, group, group.post_backward)
-
-
-def _has_own_gathering(parameter: Any) -> bool:
-    return parameter.offload_to_cpu or hasattr(
-        parameter._sharded_local_tensor, "fsdp_pre_all_gather"
-    )
 
 
 def _cast_weights(group: Any, wait: Callable[[], None]) -> None:

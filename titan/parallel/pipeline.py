@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from .activation import keeps_some
+from .activation import selection_of
 from .compile import is_compiled
 from .schedules import Action, Schedule
 
@@ -391,8 +391,9 @@ def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
     It restores the gradients, the buffers and the state of random generators.
     """
     _reshard(module)
-    device_module = torch.get_device_module(device)
-    sources = [m for m in (torch.random, device_module) if hasattr(m, "get_rng_state")]
+    sources: list[Any] = [torch.random]
+    if device.type != "cpu":
+        sources.append(torch.get_device_module(device))
     states = [(source, source.get_rng_state()) for source in sources]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
@@ -427,7 +428,7 @@ def prepare_to_split_backward(stage: nn.Module) -> None:
                 f"module '{name}' is compiled: torch.compile cannot split its backward pass into inputs and weights, "
                 "as this schedule does; use 1F1B or Interleaved1F1B, or do not compile"
             )
-        if keeps_some(module):
+        if selection_of(module) is not None:
             raise ValueError(
                 f"module '{name}' keeps some operations and recomputes others, which cannot be cut as this schedule cuts "
                 "backward passes; use 1F1B or Interleaved1F1B, or apply_ac without keep and keep_modules"

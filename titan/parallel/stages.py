@@ -8,6 +8,8 @@ from difflib import get_close_matches
 
 from torch import nn
 
+from .module_kinds import SharesModules, is_kind
+
 
 def extract_stages(
     model: nn.Module, modules: Sequence[Sequence[str]], *, numbers: Iterable[int]
@@ -24,9 +26,8 @@ def extract_stages(
     Raises:
         ValueError: a module with parameters is in no stage or in several.
     """
-    # Such as rotary embeddings, which a model names that is not cut by hand.
-    everywhere = getattr(model, "on_all_stages", ())
-    modules = [[*names, *everywhere] for names in modules]  # pyrefly: ignore[not-iterable]
+    everywhere = model.on_all_stages if is_kind(model, SharesModules) else ()
+    modules = [[*names, *everywhere] for names in modules]
     # Every parameter must be trained by exactly one stage.
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(modules):

@@ -77,30 +77,25 @@ from .random_numbers import require_own_part
 from .tensor_styles import (
     SEQUENCE_DIM,
     AllGatherFeatures,
-    AllGatherSequence,
-    CutSequence,
-    GatherForLoss,
+    Around,
     GatherSequence,
-    HeadVector,
     LocalWeights,
-    NormOfAllRanks,
     OwnHeads,
     ReplicatedHeads,
-    ReplicatedInput,
-    ReplicatedModule,
     SequenceShard,
     argument_names,
+    cut_sequence,
+    gathered,
+    local,
     read_as,
+    replicated,
+    summed,
+    width_shard,
 )
 
 GATHER, GATHER_HEADS, GATHER_WHOLE = "gather_input", "gather_heads", "gather_whole"
-_SPLITS = {  # type of module that a style can split
-    "vocab_embedding": nn.Embedding,
-    **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
-    **dict.fromkeys(("colwise_part", "colwise_gather", "rowwise_split"), nn.Linear),
-    **dict.fromkeys(("rowwise", "rowwise_whole", "rowwise_part"), nn.Linear),
-    "vocab_output": nn.Linear,
-}
+_LINEAR = ("colwise", "rowwise", "vocab_output")
+"""Words in the names of styles that split an nn.Linear."""
 
 
 def _take_by_position(module: nn.Module) -> None:
@@ -180,16 +175,11 @@ def apply_tp(
                 buffers = dict(module._buffers)
                 # With more ranks than key/value heads, ranks share a head: it cannot be split further.
                 is_shared = style == "kv_colwise" and heads % size != 0
-                own_style = ReplicatedHeads(heads) if is_shared else styles[style]()
+                own_style = ReplicatedHeads(heads) if is_shared else styles[style]
                 parallelize_module(module, mesh, own_style)
                 if style == "vocab_embedding" and buffers:  # such as a factor of embeddings
                     module._buffers.update(buffers)
-                    whole = {
-                        "device_mesh": mesh,
-                        "placements": (Replicate(),),
-                        "run_check": False,
-                    }
-                    read_as(module, buffers, partial(DTensor.from_local, **whole))
+                    read_as(module, buffers, partial(replicated, mesh=mesh))
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
@@ -250,52 +240,43 @@ def check_plan(
     return style_of
 
 
-def _styles(
-    *, loss_parallel: bool, output_in_loss: bool
-) -> dict[str, Callable[[], ParallelStyle]]:
-    """Return the constructor of each style of the table above."""
+def _styles(*, loss_parallel: bool, output_in_loss: bool) -> dict[str, ParallelStyle]:
+    """Return the styles of the table above, but those that gather an input, by name."""
+    sharded, whole = Shard(SEQUENCE_DIM), Replicate()
+    on_plain_tensors = LocalWeights()
+    from_whole = RowwiseParallel(input_layouts=whole, output_layouts=sharded)
+    logits = ColwiseParallel(
+        input_layouts=sharded, output_layouts=Shard(-1) if loss_parallel else whole
+    )
     return {
-        "vocab_embedding": lambda: RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
+        "vocab_embedding": from_whole,
+        "sequence": SequenceShard(),
+        "tokens": PrepareModuleInput(
+            input_layouts=(sharded,), desired_input_layouts=(sharded,), use_local_output=True
         ),
-        "sequence": SequenceShard,
-        "tokens": lambda: PrepareModuleInput(
-            input_layouts=(Shard(SEQUENCE_DIM),),
-            desired_input_layouts=(Shard(SEQUENCE_DIM),),
-            use_local_output=True,
-        ),
-        "token_weights": lambda: SequenceShard(use_local_output=True),
-        "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
-        "head_vector": HeadVector,
-        "width_norm": NormOfAllRanks,
-        "colwise": ColwiseParallel,
-        "kv_colwise": ColwiseParallel,
-        "local_tokens": LocalWeights,
-        "partial": LocalWeights,
-        "replicated": lambda: LocalWeights(sums=False),
-        "colwise_part": lambda: LocalWeights(split=True),
-        "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
-        "rowwise_split": lambda: RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
-        ),
-        "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
-        "gather_shared": AllGatherSequence,
-        "cut_sequence": CutSequence,
-        "own_heads": OwnHeads,
-        "place": AllGatherFeatures,
-        "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
-        "whole": ReplicatedModule,
-        "whole_input": ReplicatedInput,
-        "rowwise_whole": lambda: RowwiseParallel(output_layouts=Replicate()),
-        "rowwise_part": lambda: RowwiseParallel(
-            output_layouts=Partial(), use_local_output=False
-        ),
-        "vocab_output": GatherForLoss
-        if output_in_loss
-        else lambda: ColwiseParallel(
-            input_layouts=Shard(SEQUENCE_DIM),
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-        ),
+        "token_weights": SequenceShard(use_local_output=True),
+        "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "head_vector": Around(Shard(0), give=local),
+        "width_norm": Around(Shard(0), take=width_shard, give=local),
+        "colwise": ColwiseParallel(),
+        "kv_colwise": ColwiseParallel(),
+        "local_tokens": on_plain_tensors,
+        "partial": on_plain_tensors,
+        "replicated": LocalWeights(sums=False),
+        "colwise_part": LocalWeights(split=True),
+        "colwise_gather": ColwiseParallel(output_layouts=whole),
+        "rowwise_split": from_whole,
+        "gather_colwise": ColwiseParallel(input_layouts=sharded),
+        "gather_shared": Around(give=gathered),
+        "cut_sequence": Around(whole, take=replicated, give=cut_sequence, inside=True),
+        "own_heads": OwnHeads(),
+        "place": AllGatherFeatures(),
+        "rowwise": RowwiseParallel(output_layouts=sharded),
+        "whole": Around(whole, take=replicated, give=summed),
+        "whole_input": Around(take=replicated, give=summed),
+        "rowwise_whole": RowwiseParallel(output_layouts=whole),
+        "rowwise_part": RowwiseParallel(output_layouts=Partial(), use_local_output=False),
+        "vocab_output": Around(Shard(0), take=gathered) if output_in_loss else logits,
     }
 
 
@@ -326,7 +307,8 @@ def _require_fit(
     for name, whole_style in style_of.items():
         style, _, number = whole_style.partition(":")
         module: Any = model.get_submodule(name)
-        kind = _SPLITS.get(style)
+        kind = nn.Embedding if style == "vocab_embedding" else None
+        kind = nn.Linear if any(word in style for word in _LINEAR) else kind
         if kind is not None and not isinstance(module, kind):
             raise ValueError(
                 f"the style {style} splits an nn.{kind.__name__}, and {name} is a {type(module).__name__}: put an "

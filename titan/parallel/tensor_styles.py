@@ -8,18 +8,18 @@ width D = 16, H = 4 query heads and G = 1 key/value head of K = 4, vocabulary V 
     sequence           SequenceShard      (16,), replicated    (1, 4, 16)        (1, 4, 16)
     gather_input       GatherSequence     none                 (1, 4, 16)        (1, 8, 16): forward reads all tokens
     kv_colwise         ReplicatedHeads    (4, 16), replicated  (1, 8, 16)        (1, 8, 4): the one head, on both ranks
-    whole              ReplicatedModule   replicated           (1, 8, 16)        (1, 8, 16)
-    whole_input        ReplicatedInput    split inside         (1, 8, 16)        (1, 8, 16)
-    gather_shared      AllGatherSequence  none                 (1, 4, 4)         (1, 8, 4)
-    width_norm         NormOfAllRanks     (8,) of (16,)        (1, 8, 8)         (1, 8, 8): norm over all 16 channels
-    head_vector        HeadVector         (2,) of (4,)         none              (2,): a number for each local query head
+    whole              Around             replicated           (1, 8, 16)        (1, 8, 16)
+    whole_input        Around             split inside         (1, 8, 16)        (1, 8, 16)
+    gather_shared      Around             none                 (1, 4, 4)         (1, 8, 4)
+    width_norm         Around             (8,) of (16,)        (1, 8, 8)         (1, 8, 8): norm over all 16 channels
+    head_vector        Around             (2,) of (4,)         none              (2,): a number for each local query head
     local_tokens       LocalWeights       replicated           (1, 4, 16)        (1, 4, 16): plain tensors inside
     partial            LocalWeights       replicated           (1, 8, 16)        (1, 8, 16): used by this rank's heads
     colwise_part       LocalWeights       (F/2, 16)            (1, 8, 16)        (1, 8, F/2)
-    cut_sequence       CutSequence        replicated           (1, 7, 16)        (1, 4, 16): T = 7 tokens, padded to 8
+    cut_sequence       Around             replicated           (1, 7, 16)        (1, 4, 16): T = 7 tokens, padded to 8
     place              AllGatherFeatures  none                 x (1, 4, 16)      (1, 4, 16): forward reads features (1, 8, 16)
     own_heads          OwnHeads           none                 (1, 4, 8, K) each   (1, 4, 8, K): 2 heads inside
-    vocab_output       GatherForLoss      (16, 16) of (32, 16) (1, 4, 16)        (1, 8, 16): the loss multiplies by the weight
+    vocab_output       Around             (16, 16) of (32, 16) (1, 4, 16)        (1, 8, 16): the loss multiplies by the weight
 
 The gradient takes the way back: an all-gather in the forward pass is a reduce-scatter in the backward pass, if each rank
 computes a partial sum of the gradient (DTensor's `Partial`), as it does where it uses only its own heads or vocabulary rows.
@@ -30,7 +30,7 @@ B batch, S tokens of a sequence, D model, H query heads, G key/value heads, K he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -44,7 +44,6 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
@@ -99,8 +98,7 @@ class GatherSequence(ParallelStyle):
                 )
             x = arguments[place]
             # As a DTensor, the gradients of all layers that read it are added up before one reduce-scatter.
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
+            x = laid_out(x, device_mesh, Shard(SEQUENCE_DIM))
             if cast is not None:
                 x = cast(x)
             arguments[place] = x.redistribute(placements=(Replicate(),))
@@ -110,6 +108,95 @@ class GatherSequence(ParallelStyle):
 
         module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
+
+
+def laid_out(
+    x: Tensor, mesh: DeviceMesh, placement: Placement, to: Placement | None = None
+) -> DTensor:
+    """Return a tensor as a DTensor over the ranks of a mesh.
+
+    Args:
+        x: the rank's part of the tensor, or a DTensor.
+        mesh: mesh with the tp axis only.
+        placement: which part the rank has, if x is no DTensor.
+        to: placement of the result. None: it stays where it is.
+    """
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (placement,), run_check=False)
+    return x if to is None else x.redistribute(placements=(to,))
+
+
+def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that all ranks have as a DTensor, which adds up the gradients of its uses before one all-reduce."""
+    return laid_out(x, mesh, Replicate())
+
+
+def gathered(x: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Return a DTensor gathered from all ranks. The gradient is a partial sum, of the rank's own heads or vocabulary rows."""
+    whole = x.redistribute(placements=(Replicate(),))
+    return whole.to_local(grad_placements=(Partial(),))
+
+
+def summed(output: Any, mesh: DeviceMesh) -> Any:
+    """Return a module's output as a plain tensor. Partial sums are added up over ranks by an all-reduce."""
+    if not isinstance(output, DTensor):
+        return output
+    return output.redistribute(placements=(Replicate(),)).to_local()
+
+
+def local(output: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's part of a module's output."""
+    return output.to_local()
+
+
+class Around(ParallelStyle):
+    """Weights laid out over the ranks, with a conversion of the first argument and one of the output.
+
+    Attributes:
+        weights: placement of the module's own parameters. None: they stay as they are.
+        take: maps the first argument, and the mesh, to the argument that the module receives. None: it stays.
+        give: the same for the output.
+        inside: also lay out the parameters of the modules inside.
+    """
+
+    def __init__(
+        self,
+        weights: Placement | None = None,
+        *,
+        take: Callable[[Any, DeviceMesh], Any] | None = None,
+        give: Callable[[Any, DeviceMesh], Any] | None = None,
+        inside: bool = False,
+    ) -> None:
+        self.weights, self.take, self.give, self.inside = weights, take, give, inside
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        take, give = self.take, self.give
+        if self.weights is not None:
+            for part in module.modules() if self.inside else [module]:
+                lay_out_weights(part, device_mesh, self.weights)
+        if take is not None:
+            module.register_forward_pre_hook(
+                lambda _, args: (take(args[0], device_mesh), *args[1:])
+            )
+        if give is not None:
+            module.register_forward_hook(lambda _, __, output: give(output, device_mesh))
+        return module
+
+
+def lay_out_weights(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> list[str]:
+    """Make DTensors of a module's own parameters, and return their names.
+
+    Args:
+        module: the module.
+        mesh: mesh with the tp axis only.
+        placement: placement of each parameter.
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    for name, parameter in parameters.items():
+        # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+        part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part))
+    return [*parameters]
 
 
 class SequenceShard(SequenceParallel):
@@ -122,120 +209,43 @@ class SequenceShard(SequenceParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if any(parameter.ndim > 1 for parameter in module.parameters()):
+        if all(parameter.ndim == 1 for parameter in module.parameters()):
+            return super()._apply(module, device_mesh)
 
-            def cut_first(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-                x = args[0].to_local() if isinstance(args[0], DTensor) else args[0]
-                return DTensor.from_local(x, device_mesh, (Shard(0),), run_check=False), *args[
-                    1:
-                ]
+        def take(x: Tensor, mesh: DeviceMesh) -> DTensor:
+            return laid_out(x.to_local() if isinstance(x, DTensor) else x, mesh, Shard(0))
 
-            def cut_sequence(_: nn.Module, __: Any, output: DTensor) -> Tensor:
-                local = output.to_local()
-                if self.use_local_output:
-                    return local
-                return DTensor.from_local(
-                    local, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False
-                )
+        def give(output: DTensor, mesh: DeviceMesh) -> Tensor:
+            part = output.to_local()
+            return part if self.use_local_output else laid_out(part, mesh, Shard(SEQUENCE_DIM))
 
-            self._replicate_module_fn("", module, device_mesh)
-            module.register_forward_pre_hook(cut_first)
-            module.register_forward_hook(cut_sequence)
-            return module
-        return super()._apply(module, device_mesh)
+        return Around(Replicate(), take=take, give=give)._apply(module, device_mesh)
 
 
-class ReplicatedHeads(ParallelStyle):
+class ReplicatedHeads(Around):
     """A replicated key or value projection with fewer heads than ranks: (B, S, D) -> (B, S, K).
 
     Every rank computes all G heads, (B, S, G * K), and keeps one, head rank * G // tp, which its query heads read. The weight's
     gradient is a partial sum on each rank, since it comes from the rank's own head.
 
-    Attributes:
+    Args:
         num_heads: number of key/value heads, G.
     """
 
     def __init__(self, num_heads: int) -> None:
-        self.num_heads = num_heads
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Neighbouring ranks share a head, as their query heads do.
-        head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
-
-        def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        def keep_head(output: DTensor, mesh: DeviceMesh) -> Tensor:
+            # Neighbouring ranks share a head, as their query heads do.
+            head = mesh.get_local_rank() * num_heads // mesh.size()
             # Each rank's gradient comes from its own head only, so it is a partial sum.
-            local = output.to_local(grad_placements=(Partial(),))
-            return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
+            part = output.to_local(grad_placements=(Partial(),))
+            return part.unflatten(-1, (num_heads, -1))[..., head, :]
 
-        # pyrefly: ignore[bad-argument-type]
-        return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)
-
-
-class ReplicatedInput(ParallelStyle):
-    """Replicated input and output of a module whose layers want DTensors: (B, S, D) -> (B, S, D).
-
-    Layers inside may be split. A layer that returns partial sums on each rank is summed over ranks by an all-reduce at the
-    end of the module. The same happens to the input's gradient, once for all the layers that read the input.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def add_up(_: nn.Module, __: Any, output: Any) -> Any:
-            if not isinstance(output, DTensor):
-                return output
-            return output.redistribute(placements=(Replicate(),)).to_local()
-
-        module.register_forward_pre_hook(partial(_accept_replicated, mesh=device_mesh))
-        module.register_forward_hook(add_up)
-        return module
+        super().__init__(Replicate(), take=replicated, give=keep_head)
 
 
-class ReplicatedModule(ReplicatedInput):
-    """A replicated module: (B, S, D) -> (B, S, D). Every rank computes the same."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _replicate("", module, device_mesh)
-        return super()._apply(module, device_mesh)
-
-
-class AllGatherSequence(ParallelStyle):
-    """All-gather of a module's output over the sequence: (B, S/tp, K) -> (B, S, K).
-
-    Each rank uses the output for its own heads, so its gradient is a partial sum. The backward pass reduce-scatters it.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
-            whole: DTensor = output.redistribute(placements=(Replicate(),))
-            return whole.to_local(grad_placements=(Partial(),))
-
-        module.register_forward_hook(gather)
-        return module
-
-
-class NormOfAllRanks(ParallelStyle):
-    """A norm over channels that are split between ranks: (B, S, F/tp) -> (B, S, F/tp), weight (F/tp,).
-
-    The norm is written in plain operations. DTensor sums the squares of each token over all ranks in an all-reduce.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def take(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(args[0], mesh, (Shard(-1),), run_check=False)
-
-        def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            return output.to_local()
-
-        # pyrefly: ignore[bad-argument-type]
-        return distribute_module(module, device_mesh, _split_weight, take, give)
-
-
-class HeadVector(ParallelStyle):
-    """A weight with a number for each query head: no input -> (H/tp,), the values of the rank's heads."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split_weight("", module, device_mesh)
-        module.register_forward_hook(lambda _, __, output: output.to_local())
-        return module
+def width_shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return the rank's channels (B, S, F/tp) as a DTensor, whose norm sums the squares over all ranks in an all-reduce."""
+    return laid_out(x, mesh, Shard(-1))
 
 
 class OwnHeads(ParallelStyle):
@@ -254,47 +264,18 @@ class OwnHeads(ParallelStyle):
                 return None
             if x.shape[1] % size:
                 x = x.repeat_interleave(heads // x.shape[1], dim=1)
-            whole = DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
-            return whole.redistribute(placements=(Shard(1),)).to_local()
+            return laid_out(x, device_mesh, Replicate(), to=Shard(1)).to_local()
 
         def forward(*args: Any) -> Tensor:
             heads = args[2].shape[1]
             if heads % size:
                 return compute(*args)
             out = compute(*(part(x, heads) for x in args[:-1]), args[-1])
-            own = DTensor.from_local(
-                out.contiguous(), device_mesh, (Shard(1),), run_check=False
-            )
-            return own.redistribute(placements=(Replicate(),)).to_local()
+            return summed(laid_out(out.contiguous(), device_mesh, Shard(1)), device_mesh)
 
         compute = module.forward
         module.forward = forward
         return module
-
-
-class GatherForLoss(ParallelStyle):
-    """An output layer whose weight, (V/tp, D), the loss multiplies by: (B, S/tp, D) -> (B, S, D).
-
-    The module itself only all-gathers its input. Each rank's loss uses its own rows of the vocabulary, so the gradient (B, S, D)
-    on a rank is a partial sum. The backward pass reduce-scatters it.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x: DTensor = args[0].redistribute(placements=(Replicate(),))
-            return (x.to_local(grad_placements=(Partial(),)), *args[1:])
-
-        _split_weight("", module, device_mesh)
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-def _split_weight(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-    weight = distribute_tensor(
-        module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None
-    )
-    module.register_parameter("weight", nn.Parameter(weight))
 
 
 def argument_names(module: nn.Module) -> list[str]:
@@ -305,22 +286,6 @@ def argument_names(module: nn.Module) -> list[str]:
     """
     parameters = signature(module.forward).parameters.values()
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _accept_replicated(
-    _: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh
-) -> tuple[Any, ...]:
-    x, *rest = args
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
-    return (x, *rest)
-
-
-def _replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in list(child.named_parameters(recurse=False)):
-        # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-        child.register_parameter(name, nn.Parameter(whole))
 
 
 class LocalWeights(ParallelStyle):
@@ -344,9 +309,9 @@ class LocalWeights(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def take_local(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return tuple(map(local, args)), {name: local(x) for name, x in kwargs.items()}
+            return tuple(map(plain, args)), {name: plain(x) for name, x in kwargs.items()}
 
-        def local(x: Any) -> Any:
+        def plain(x: Any) -> Any:
             if not isinstance(x, DTensor):
                 return x
             is_partial = self.sums and x.placements[0].is_replicate()
@@ -354,15 +319,7 @@ class LocalWeights(ParallelStyle):
 
         parts = module.modules() if self.inside else [module]
         for part in [m for m in parts if not is_kind(m, ExpertModule)]:
-            names = [name for name, _ in part.named_parameters(recurse=False)]
-            for name in names:
-                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-                whole = part.get_parameter(name)
-                split = distribute_tensor(
-                    whole, device_mesh, [self.placement], src_data_rank=None
-                )
-                part.register_parameter(name, nn.Parameter(split))
-            if names:
+            if names := lay_out_weights(part, device_mesh, self.placement):
                 read_as(part, names, _as_local(self.placement, self.grad_placement))
         if self.inside:
             module.register_forward_pre_hook(take_local, with_kwargs=True)
@@ -421,30 +378,15 @@ def _reading(kind: Any, names: tuple[str, ...], convert: Callable[[Any], Any]) -
     return type(kind.__name__, (kind,), added)
 
 
-class CutSequence(SequenceParallel):
-    """A replicated module whose output is sharded over the sequence: (N, T, ...) -> (N, T'/tp, D).
+def cut_sequence(output: DTensor, mesh: DeviceMesh) -> Tensor:
+    """Return the rank's part of an output that every rank has: (N, T, ...) -> (N, T'/tp, D).
 
-    T' is T rounded up to a multiple of tp, and positions after T are zeros. Every rank computes the whole output and keeps
-    its part.
+    T' is T rounded up to a multiple of tp, and positions after T are zeros.
     """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def whole(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = DTensor.from_local(args[0], device_mesh, (Replicate(),), run_check=False)
-            return x, *args[1:]
-
-        def cut(_: nn.Module, __: Any, output: DTensor) -> Tensor:
-            x = output.to_local()
-            sides = [0, 0] * (x.ndim - SEQUENCE_DIM - 1)  # no padding of later dimensions
-            x = F.pad(x, [*sides, 0, -x.shape[SEQUENCE_DIM] % device_mesh.size()])
-            x = DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
-            return x.redistribute(placements=(Shard(SEQUENCE_DIM),)).to_local()
-
-        for part in module.modules():
-            self._replicate_module_fn("", part, device_mesh)
-        module.register_forward_pre_hook(whole)
-        module.register_forward_hook(cut)
-        return module
+    x = output.to_local()
+    sides = [0, 0] * (x.ndim - SEQUENCE_DIM - 1)  # no padding of later dimensions
+    x = F.pad(x, [*sides, 0, -x.shape[SEQUENCE_DIM] % mesh.size()])
+    return laid_out(x, mesh, Replicate(), to=Shard(SEQUENCE_DIM)).to_local()
 
 
 class AllGatherFeatures(ParallelStyle):
@@ -458,15 +400,9 @@ class AllGatherFeatures(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x, features, index = args
-            cut = DTensor.from_local(
-                features, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False
-            )
-            whole = cut.redistribute(placements=(Replicate(),))
-            part = index.chunk(device_mesh.size(), dim=SEQUENCE_DIM)[
-                device_mesh.get_local_rank()
-            ]
-            # Each rank's gradient comes from its own tokens, so it is a partial sum.
-            return x, whole.to_local(grad_placements=(Partial(),)), part
+            whole = gathered(laid_out(features, device_mesh, Shard(SEQUENCE_DIM)), device_mesh)
+            parts = index.chunk(device_mesh.size(), dim=SEQUENCE_DIM)
+            return x, whole, parts[device_mesh.get_local_rank()]
 
         module.register_forward_pre_hook(prepare)
         return module

@@ -26,62 +26,28 @@ from torch import Tensor, nn
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
-from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 
 # A collective's result that may still be under way.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 # Leaves state_dict's names alone; parameters' names get a part, see weights.canonical_name.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
-    checkpoint_wrapper,
+    ActivationWrapper as ActivationWrapper,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper as checkpoint_wrapper,
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # The place of a shard in the whole tensor. DCP's own planner asks it, too.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+)
 from torch.utils import flop_counter
-
-__all__ = [
-    "GPU_TYPES",
-    "ActivationWrapper",
-    "CompileEvent",
-    "can_split_custom_functions",
-    "checkpoint_wrapper",
-    "compile_events",
-    "compute_capability",
-    "compute_local_shape_and_global_offset",
-    "draws",
-    "dump_memory_history",
-    "enable_loss_parallel",
-    "enable_symmetric_memory",
-    "enclose_calls",
-    "forget_mesh",
-    "gloo_options",
-    "keep_random_state_in_graphs",
-    "limit_gloo",
-    "micro_pipeline_module",
-    "record_memory_history",
-    "replicate",
-    "set_allocator",
-    "set_memory_budget",
-    "set_sm_carveout",
-    "set_timeout",
-    "traced_module_path",
-    "waited",
-]
-
 
 GPU_TYPES = {"cuda"}
 """Types of devices that run kernels of GPUs. The simulator adds its own."""
-
-
-def micro_pipeline_module() -> Any:
-    """Return the module in which inductor looks up the pass `micro_pipeline_tp_pass` (by name, for each graph)."""
-    from torch._inductor.fx_passes import post_grad
-
-    assert hasattr(post_grad, "micro_pipeline_tp_pass"), f"torch {torch.__version__}"
-    return post_grad
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
@@ -196,6 +162,7 @@ def set_memory_budget(share: float) -> None:
         _count_grouped_heads("sdpa_backward_flop_count", 2)
 
 
+@cache
 def _keep_random_numbers() -> None:
     """Make graphs with a memory budget keep the random numbers that they draw, such as the mask of dropout.
 
@@ -204,8 +171,6 @@ def _keep_random_numbers() -> None:
     from torch._functorch import partitioners
 
     choose = partitioners.choose_saved_values_set
-    if hasattr(choose, "original"):
-        return
 
     def choose_with_random_numbers(
         joint: Any, info: Any, memory_budget: float = 1
@@ -217,7 +182,6 @@ def _keep_random_numbers() -> None:
         drawn = [value for node in drawing for value in _tensors_of(node)]
         return [*dict.fromkeys([*saved, *drawn])]
 
-    choose_with_random_numbers.original = choose  # pyrefly: ignore[missing-attribute]
     # pyrefly: ignore[bad-assignment]
     partitioners.choose_saved_values_set = choose_with_random_numbers
 
@@ -248,21 +212,19 @@ def set_sm_carveout(number: int) -> None:
     torch._C._set_sm_carveout_experimental(number or None)
 
 
+@cache
 def _count_grouped_heads(name: str, keys: int) -> None:
     """Make torch 2.11 count the operations of attention with grouped heads, to choose the results to keep.
 
     name: name of the function that counts by shapes. keys: place of the key among its arguments, which the value follows.
     """
     original = getattr(flop_counter, name)
-    if hasattr(original, "original"):
-        return
 
     def count(*shapes: Any) -> int:
         heads = shapes[keys - 1][1]
         key, value = ((batch, heads, *rest) for batch, _, *rest in shapes[keys : keys + 2])
         return original(*shapes[:keys], key, value)
 
-    count.original = original  # pyrefly: ignore[missing-attribute]
     setattr(flop_counter, name, count)
 
 
@@ -355,8 +317,8 @@ def forget_mesh() -> None:
         if str(cached.__module__).startswith("torch.distributed"):
             cached.cache_clear()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    # From torch 2.10 on each thread caches in C++, too: this one, and that of an accelerator's backward passes.
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
+    # Each thread caches in C++, too: this one, and that of an accelerator's backward passes.
+    clear = torch._C._clear_DTensor_sharding_propagator_cache
     clear()
     number = torch.zeros((), device=device, requires_grad=True)
     number.register_hook(lambda _: clear())

@@ -38,15 +38,6 @@ class BlockTraits:
         )
 
 
-def traits_of(block: Any) -> BlockTraits:
-    """Return the traits of a block, or the defaults.
-
-    Args:
-        block: any module.
-    """
-    return getattr(block, "traits", BlockTraits())
-
-
 @dataclass(frozen=True)
 class ModelEnds:
     """Names of the modules before and after a model's blocks.

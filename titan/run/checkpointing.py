@@ -60,9 +60,11 @@ class Checkpointing(Hook):
         self.is_due_by_time = False
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
-            trainer.train_step.call_before_change(
-                partial(_wait_for_copy, trainer, self.manager)
-            )
+            trainer.train_step.call_before_change(self._wait_for_copy)
+
+    def _wait_for_copy(self, *_: Any) -> None:
+        with self.trainer.timer.pause("checkpoint"):
+            self.manager.staging.before_update()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -343,9 +345,3 @@ class Checkpointing(Hook):
         for hook in trainer.hooks:
             if hook.state_key:
                 hook.load_state_dict(metadata.get(hook.state_key, {}))
-
-
-def _wait_for_copy(trainer: RunProgress, manager: CheckpointManager, *_: Any) -> None:
-    """Wait until the asynchronous copy of the state is done, before the optimizer changes it."""
-    with trainer.timer.pause("checkpoint"):
-        manager.staging.before_update()

@@ -43,6 +43,7 @@ class Metrics(Hook):
         self.log: MetricsLog | None = None
         self.losses: list[float] = []
         self.row: Row = {}
+        self.newest_step = -1  # whose numbers have reached the host
         self.status_s = -math.inf  # time of the last write
 
     def start(self) -> None:
@@ -68,6 +69,7 @@ class Metrics(Hook):
         return self.trainer.logs_this_step
 
     def result(self, result: StepResult) -> None:
+        self.newest_step = result.step
         # A step that was skipped may have any loss.
         if math.isfinite(result.loss):
             self.losses.append(result.loss)
@@ -110,8 +112,7 @@ class Metrics(Hook):
         if self.row.get("step") == trainer.step:
             return True
         # A step whose numbers have not reached the host is not over.
-        result: StepResult | None = getattr(trainer, "result", None)
-        has_row = (result is not None and result.step == trainer.step) and (
+        has_row = self.newest_step == trainer.step and (
             trainer.logs_this_step or any(hook.validates() for hook in trainer.hooks)
         )
         if has_row:

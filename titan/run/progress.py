@@ -91,7 +91,8 @@ class RunProgress:
         self.saved_step: int | None = None
         self.num_groups = 1
         self.is_writer = True
-        self.is_stopping = self.is_started = False
+        self.is_stopping = self.is_open = self.is_started = False
+        self.phase_number = 0
         self.is_void = False
         self.decision = ""
         self.pending: deque[StepResult] = deque()
@@ -181,9 +182,10 @@ class RunProgress:
     def _enter_phase(self, step: int) -> None:
         """Continue with the batch, the sequences and the data of the phase of a step. The learning rate follows the step by itself."""
         phase = phase_at(self.phases, step)
-        if phase is getattr(self, "phase", None):
+        if phase.number == self.phase_number:
             return
-        self.phase, training = phase, phase.config.training
+        self.phase, self.phase_number = phase, phase.number
+        training = phase.config.training
         self.loader.change(
             batch=training.local_batch_size,
             accumulation=phase.layout.accumulation,

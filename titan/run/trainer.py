@@ -272,6 +272,7 @@ class Trainer(RunProgress):
             world_size=self.world_size,
             host=socket.gethostname(),
         )
+        self.is_open = True
         if self.rank == 0:
             self.files.replace(CONFIG, to_toml(config))
             if self.tokenizer is not None:
@@ -330,7 +331,11 @@ class Trainer(RunProgress):
             if is_lost:
                 # A scheduler that starts the run again would stop it in the same place forever.
                 code = EXIT_USER_ERROR
-                text = reason = f"{text}. {_why_unsaved(self.config, self.first_step)}"
+                first, why = self.first_step, self.config.checkpoint.why_unsaved
+                steps = f"the steps since {first:,}" if first > 1 else "all steps"
+                text = reason = (
+                    f"{text}. NOTHING WAS SAVED, because of {why}: {steps} are lost, and the same command repeats them"
+                )
             else:
                 text += "; run the same command to continue"
             self.console.message(text, always=True)
@@ -352,7 +357,7 @@ class Trainer(RunProgress):
 
         Ending the group waits for collectives that the other ranks of a failed run may never join.
         """
-        if hasattr(self, "events"):  # set-up and resume may have failed
+        if self.is_open:  # set-up and resume may have failed
             self.events.end("failed", step=self.step)
         self._end_parts(is_last=True)
         # Last: closing hooks may still communicate.
@@ -364,19 +369,11 @@ class Trainer(RunProgress):
             hook.close()
         if is_last:
             self.files.report()
-        if hasattr(self, "console"):
+        if self.is_open:
             self.console.close()
         self.loader.close()
         _LOG.removeHandler(self.rank_log)
         self.rank_log.close()
-
-
-def _why_unsaved(config: JobConfig, first_step: int) -> str:
-    steps = f"the steps since {first_step:,}" if first_step > 1 else "all steps"
-    return (
-        f"NOTHING WAS SAVED, because of {config.checkpoint.why_unsaved}: {steps} are lost, and the same "
-        "command repeats them"
-    )
 
 
 def connect(config: JobConfig) -> torch.device:

@@ -34,8 +34,6 @@ from titan.config.model import frozen_names, tensor_plan_of
 from titan.config.schema import (
     ActivationCheckpointSection,
     CompileSection,
-    ParallelismSection,
-    TrainingSection,
 )
 from titan.models.common.attention import InnerAttention
 from titan.models.common.moe import MoE
@@ -59,7 +57,7 @@ from titan.parallel.offload import apply_offload
 from titan.parallel.random_numbers import drawing_modules
 from titan.parallel.sac_save_list import parse_blocks
 from titan.parallel.tensor import apply_tp
-from titan.parallel.traits import ModelEnds, ends_of
+from titan.parallel.traits import ends_of
 from titan.step.resolved import ResolvedJob
 
 # How the TOML names the methods. "alltoall" is TorchTitan's ring, which rotates by all-to-all.
@@ -140,15 +138,7 @@ def parallelize(
         names = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in axes)
         dispatching = modules_of(model, ExpertModule).values()
         own_mesh = {stacked_experts(moe): sparse_mesh[names] for moe in dispatching}
-    _apply_data_parallel(
-        model,
-        ends=ends_of(job.sizes),
-        training=config.training,
-        parallel=parallel,
-        keeps_weights=techniques.keeps_weights,
-        mesh=mesh,
-        own_mesh=own_mesh,
-    )
+    _apply_data_parallel(model, job, mesh=mesh, own_mesh=own_mesh)
 
 
 def moes_of(model: nn.Module) -> dict[str, Any]:
@@ -301,11 +291,8 @@ def _recompute_every(section: ActivationCheckpointSection) -> int:
 
 def _apply_data_parallel(
     model: nn.Module,
+    job: ResolvedJob,
     *,
-    ends: ModelEnds,
-    training: TrainingSection,
-    parallel: ParallelismSection,
-    keeps_weights: bool,
     mesh: DeviceMesh,
     own_mesh: Mapping[nn.Module, DeviceMesh],
 ) -> None:
@@ -314,6 +301,7 @@ def _apply_data_parallel(
     A single rank without mixed precision stays a plain module. With it, the model is wrapped even for one
     rank: FSDP does the casting, so one process and many compute in the same precision.
     """
+    training, parallel, ends = job.config.training, job.config.parallelism, ends_of(job.sizes)
     # FSDP shards over context parallelism too: its ranks hold the same weights.
     shard = submesh(mesh, "dp_shard", "cp", flatten=True)
     replicas = submesh(mesh, "dp_replicate")
@@ -344,7 +332,7 @@ def _apply_data_parallel(
         apply_fsdp(
             model,
             mesh=fsdp_mesh,
-            reshard_after_forward=not keeps_weights,
+            reshard_after_forward=not job.techniques.keeps_weights,
             kept_blocks=parallel.fsdp_kept_blocks,
             blocks_per_unit=parallel.fsdp_blocks_per_unit,
             cpu_offload=offload,

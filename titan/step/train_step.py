@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,10 +30,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.base.async_scalars import AsyncScalars
+from titan.base.untrusted import InputError
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
-from titan.optim.averaged import Average, build_average
+from titan.optim.averaged import build_average
 from titan.optim.clipping import clip_gradients
 from titan.optim.expert_bias import ExpertBiasBalancer
 from titan.optim.fused_adam import FusedAdam
@@ -51,16 +53,34 @@ from titan.step.parallelize import (
     compile_log_of,
     moes_of,
     parallelize,
+    require_trained,
 )
 from titan.step.random_draws import RandomDraws
-from titan.step.refusals import as_refusals
 from titan.step.resolved import ResolvedJob
-from titan.step.step_report import StepReport
-from titan.step.whole_model import build_whole_model, sent_by_stage, split_model
+from titan.step.whole_model import build_whole_model, sent_by_stage
 from titan.tasks.base import LossFunction, Microbatch
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The numbers of a step, as scalars on the device. Reading one waits for the device.
+
+    Attributes:
+        loss: mean over the valid tokens of the global batch, in nats.
+        grad_norm: global gradient norm before clipping.
+        num_valid: valid tokens of the global batch.
+        local_losses: this rank's summed loss of each micro-batch; zeros on a pipeline stage that is not the last.
+        has_targets: num_valid is above 0. Otherwise the weights were not updated.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_valid: Tensor
+    local_losses: Tensor
+    has_targets: bool = True
 
 
 @dataclass
@@ -72,33 +92,29 @@ class TrainStep:
         model_parts: the whole model, or this rank's pipeline stages.
         pipeline: runs the stages, if there is pipeline parallelism.
         optimizer: updates the parameters of all parts.
-        in_backward: updates parameters in the backward pass.
         device: where the rank computes.
         mesh: the device mesh.
-        groups: process groups of the step's sums.
         loss_sum: the task's loss.
         async_tp: graphs that async TP has rewritten.
         compile_log: compilations and recompilations.
         float8: layers that compute in 8 bits.
-        balance: balances the load of experts by their routing biases.
-        average: average of the weights.
         is_fake: tensors hold no numbers, as in the simulator. Random numbers are not drawn, and labels cannot be counted.
+        in_backward: updates parameters in the backward pass, if the job asks for that.
+        groups: process groups of the step's sums.
+        average: average of the weights, if the job keeps one.
+        balance: balances the load of experts by their routing biases.
     """
 
     job: ResolvedJob
     model_parts: list[nn.Module]
     pipeline: Pipeline | None
     optimizer: torch.optim.Optimizer
-    in_backward: OptimizerInBackward | None
     device: torch.device
     mesh: DeviceMesh
-    groups: StepGroups
     loss_sum: LossFunction
     async_tp: Rewrites | None
     compile_log: CompileLog | None
     float8: list[Conversion]
-    balance: ExpertBiasBalancer
-    average: Average | None = None
     is_fake: bool = False
 
     def __post_init__(self) -> None:
@@ -107,6 +123,12 @@ class TrainStep:
         self.before_change: Callable[..., None] = lambda: None
         self.join_groups(1, lambda _: None)
         self.config, self.task = self.job.config, self.job.task
+        early = self.config.steps_in_backward
+        self.in_backward = OptimizerInBackward(self.optimizer) if early else None
+        self.groups = StepGroups.of(self.mesh)
+        self.average = build_average(self.model_parts, self.config)
+        moes = (moes_of(part).items() for part in self.model_parts)
+        self.balance = ExpertBiasBalancer.of(dict(chain(*moes)), self.mesh)
         self.prepare_backward = backward_preparer(self.job)
         self.shape = _shape(self.config)  # of the micro-batches of this phase
         self.context = submesh(self.mesh, "cp")
@@ -286,14 +308,6 @@ class TrainStep:
         """
         self.num_groups, self.sum_over_groups = num_groups, sum_
 
-    def call_on_event(self, function: Callable[[str], None]) -> None:
-        """Call a function after the passes of each micro-batch.
-
-        It gets "forward" after the forward pass and "backward" after the backward pass. A pipeline interleaves the passes, so it
-        calls the function once, with "backward", after both.
-        """
-        self.on_event = function
-
     def call_with_gradients(self, function: Callable[[], None]) -> None:
         """Also call this function when the gradients of a step are complete, before they are clipped."""
         self.on_gradients.append(function)
@@ -368,6 +382,22 @@ class TrainStep:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
+@contextmanager
+def as_refusals() -> Iterator[None]:
+    """Raise a ValueError of a helper of titan.parallel, which knows no jobs, as InputError."""
+    try:
+        yield
+    except ValueError as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        # Of the helper's own code, and not of torch's or a model's that it calls.
+        raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+        if type(error) is ValueError and raised_in.startswith("titan.parallel."):
+            raise InputError(error) from error
+        raise
+
+
 @as_refusals()
 def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh) -> TrainStep:
     """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
@@ -390,7 +420,12 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
-        schedule, stages = split_model(next(iter(job.splits.values())), model, pp=pp)
+        from titan.parallel.stages import extract_stages
+
+        split = next(iter(job.splits.values()))
+        require_trained(model, split.modules)
+        schedule, rank = split.schedule, pp.get_local_rank()
+        stages = extract_stages(model, split.modules, numbers=schedule.stages_of(rank))
     # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
         parallelize(stage, job=job, mesh=mesh, sparse_mesh=sparse_mesh)
@@ -423,24 +458,17 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         seed=config.debug.seed,
         backend=config.compile.backend_of("optimizer"),
     )
-    early = config.steps_in_backward
     return TrainStep(
         job=job,
         model_parts=model_parts,
         pipeline=pipeline,
         optimizer=optimizer,
-        in_backward=OptimizerInBackward(optimizer) if early else None,
         device=device,
         mesh=mesh,
-        groups=StepGroups.of(mesh),
         loss_sum=loss_sum,
         async_tp=async_tp,
         compile_log=compile_log_of(config.compile, num_blocks),
         float8=float8,
-        average=build_average(model_parts, config),
-        balance=ExpertBiasBalancer.of(
-            {n: m for part in model_parts for n, m in moes_of(part).items()}, mesh
-        ),
     )
 
 

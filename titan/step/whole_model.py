@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan.base.untrusted import InputError
 from titan.config.model import tensor_plan_of
 from titan.losses.loss import defer_lm_head
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
-from titan.parallel.module_kinds import GroupedExperts, modules_of
+from titan.parallel.module_kinds import (
+    GroupedExperts,
+    ReservesPositions,
+    is_kind,
+    modules_of,
+)
 from titan.parallel.torch_compat import can_split_custom_functions
 from titan.step.parallelize import (
     default_dtype,
     freeze,
-    require_trained,
     torch_dtype,
 )
 from titan.step.resolved import ResolvedJob
-
-if TYPE_CHECKING:
-    from titan.parallel.schedules import Schedule
-    from titan.parallel.stage_split import StageSplit
 
 
 def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
@@ -35,8 +34,8 @@ def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
     with torch.device("meta"), default_dtype(torch_dtype(config.training.dtype)):
         model = job.family.build_model(job.sizes)
         # Rotations of all positions are computed once for the run, where the family can.
-        if (reserve := getattr(model, "reserve_positions", None)) is not None:
-            reserve(job.longest_sequence)
+        if is_kind(model, ReservesPositions):
+            model.reserve_positions(job.longest_sequence)
     # Before the split: which layers are converted is decided for the whole model.
     float8 = convert_to_float8(model, job)
     freeze(model, config.model.freeze)
@@ -117,17 +116,6 @@ def _kind_of(result: Any) -> str:
     if isinstance(result, list | tuple):
         return f"a {kind} of {', '.join(type(part).__name__ for part in result)}"
     return f"a {kind}"
-
-
-def split_model(
-    split: StageSplit, model: nn.Module, *, pp: DeviceMesh
-) -> tuple[Schedule, dict[int, nn.Module]]:
-    """Return a pipeline's schedule, and this rank's stages of the model by their numbers."""
-    from titan.parallel.stages import extract_stages
-
-    require_trained(model, split.modules)
-    numbers = split.schedule.stages_of(pp.get_local_rank())
-    return split.schedule, extract_stages(model, split.modules, numbers=numbers)
 
 
 def sent_by_stage(job: ResolvedJob, input: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -37,7 +37,6 @@ from titan.losses.loss import (
     Kernels,
     LossSum,
     VocabularyShard,
-    compiled_loss,
     logits_fn_of,
 )
 from titan.parallel.float8 import Conversion
@@ -160,6 +159,7 @@ class NextToken(Task[Batch]):
         logits_fn = None
         if output is not None and any(c.name == "output" and not c.kept for c in float8):
             logits_fn = logits_fn_of(output, backend=backend)
+        custom = loss_function(config.loss)
         shared = not config.parallelism.disable_loss_parallel
         loss = LossSum(
             config.loss.chunk_tokens,
@@ -169,7 +169,7 @@ class NextToken(Task[Batch]):
             output=output,
             kernels=Kernels.compiled(backend) if backend else None,
             logits_fn=logits_fn,
-            custom=compiled_loss(loss_function(config.loss), backend=backend),
+            custom=torch.compile(custom, backend=backend) if custom and backend else custom,
         )
         return MTPLoss(loss, self.sizes.mtp_coeff) if self.num_mtp_modules else loss
 
