@@ -5,10 +5,8 @@ Parameter and FLOP counts follow from the sizes alone, so that `titan check` pri
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.parallel.traits import ModelSizes
@@ -20,17 +18,6 @@ def flavors_by(columns: str, kind: type[_Sizes], **shared: Any) -> Callable[...,
     """Return a function that makes a flavor of the values of these fields in order, and of more fields by name."""
     names = columns.split()
     return lambda *values, **rest: kind(**shared | dict(zip(names, values, strict=True)) | rest)
-
-
-def read_flavors(module: str, kind: type[_Sizes]) -> dict[str, _Sizes]:
-    """Return a family's models by name, from the file flavors.json beside a module. Fields that it leaves out have their defaults.
-
-    Args:
-        module: Path of the module, its `__file__`.
-        kind: Class of the sizes.
-    """
-    text = Path(module).with_name("flavors.json").read_text("utf-8")
-    return {name: kind(**sizes) for name, sizes in json.loads(text).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

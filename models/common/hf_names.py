@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -12,27 +12,55 @@ from .config import LlamaConfig, RopeScaling
 
 _Config = TypeVar("_Config", bound=LlamaConfig)
 
+_TOP = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    # Modules of multi-token prediction, as in DeepSeek-V3's folder.
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "head_norm": "shared_head.norm",
+}
+# For families whose blocks have experts. On disk each expert is a tensor; {} is its number.
+MOE_BLOCK = {
+    "moe.router.gate": "mlp.gate",
+    "moe.experts.w1": "mlp.experts.{}.gate_proj",
+    "moe.experts.w2": "mlp.experts.{}.down_proj",
+    "moe.experts.w3": "mlp.experts.{}.up_proj",
+}
 # Our field, theirs, and the value that null stands for; ... if null is an error.
 Field = tuple[str, str, Any]
-
-TABLES = json.loads(Path(__file__).with_name("hf_names.json").read_text("utf-8"))
-"""Names by family, and those in common: parameters of a block, fields, and settings of which a family supports one value only."""
-
-
-def fields_in(rows: Iterable[Sequence[Any]]) -> tuple[Field, ...]:
-    """Return the fields of rows of a table: our name, theirs, and the value that null stands for, if it is no error."""
-    return tuple((ours, theirs, *rest, ...)[:3] for ours, theirs, *rest in rows)
-
-
-_COMMON = TABLES["common"]
-BLOCK: dict[str, str] = _COMMON["block"]
-# For families whose blocks have experts. On disk each expert is a tensor; {} is its number.
-MOE_BLOCK: dict[str, str] = _COMMON["moe_block"]
-FIELDS = fields_in(_COMMON["fields"])
-[MTP] = fields_in([_COMMON["mtp"]])
+FIELDS: tuple[Field, ...] = (
+    ("dim", "hidden_size", ...),
+    ("n_layers", "num_hidden_layers", ...),
+    ("n_heads", "num_attention_heads", ...),
+    ("ffn_dim", "intermediate_size", ...),
+    ("vocab_size", "vocab_size", ...),
+    ("norm_eps", "rms_norm_eps", ...),
+    ("tied_embeddings", "tie_word_embeddings", False),
+)
+MTP: Field = ("num_mtp_modules", "num_nextn_predict_layers", 0)
 # quant_method and weight_block_size of the one quantization that is read by default.
 FP8: tuple[str, Any] = ("fp8", [128, 128])
-_ONLY: dict[str, Any] = _COMMON["only"]
+# Settings of which this model supports one value only, though transformers supports more.
+_ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+}
 
 _RUNS_OTHERS = 'model.name = "transformers" with model.hf_path runs it'
 
@@ -47,8 +75,8 @@ def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
     Raises:
         KeyError: The family has no parameter of this name.
     """
-    if name in _COMMON["top"]:
-        return _COMMON["top"][name]
+    if name in _TOP:
+        return _TOP[name]
     match = re.fullmatch(r"layers\.(\d+)\.(?:block\.)?(.+?)(\.weight|\.bias)?", name)
     if match is None:
         raise KeyError(name)

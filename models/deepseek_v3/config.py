@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from titan.models.common.config import read_flavors
+from titan.models.common.config import flavors_by
 from titan.models.common.moe_config import MoEConfig
 
 
@@ -76,6 +76,42 @@ class DeepSeekConfig(MoEConfig):
         return (3 if causal else 6) * self.num_blocks * self.n_heads * sizes * seq_len
 
 
-# "tiny" is titan's own, with all that V3 has; "debugmodel" is TorchTitan v0.2.2's; "16B" is V2-Lite, "236B" V2 and "671B" V3. The
-# released V3 also has num_mtp_modules = 1. V2 balances loads by a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
-FLAVORS = read_flavors(__file__, DeepSeekConfig)
+# V2 balances loads by a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
+_V2 = {"route_scale": 1.0, "sequence_balance_coeff": 1e-3, "num_shared_experts": 2}
+_V3 = {
+    "score": "sigmoid",
+    "normalize_weights": True,
+    "route_scale": 2.5,
+    "load_balance_coeff": 1e-3,
+    "sequence_balance_coeff": 1e-4,
+    "num_shared_experts": 1,
+}
+_deepseek = flavors_by(
+    "dim n_layers n_dense_layers n_heads ffn_dim num_experts top_k expert_dim", DeepSeekConfig
+)
+FLAVORS: dict[str, DeepSeekConfig] = {
+    # titan's own, with all that V3 has
+    "tiny": _deepseek(
+        *(64, 4, 1, 4, 192, 8, 2, 64),
+        **_V3,
+        **{"num_groups": 4, "top_groups": 2, "q_lora_rank": 32, "kv_lora_rank": 24},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "vocab_size": 2048},
+    ),
+    # TorchTitan v0.2.2's
+    "debugmodel": _deepseek(
+        *(256, 6, 1, 16, 1024, 8, 3, 256),
+        **{"num_shared_experts": 2, "load_balance_coeff": 1e-3},
+        **{"vocab_size": 2048, "norm_eps": 1e-5, "rope_mscale": 0.7},
+    ),
+    # V2-Lite, V2, V3. The released V3 also has num_mtp_modules = 1.
+    "16B": _deepseek(2048, 27, 1, 16, 10944, 64, 6, 1408, **_V2, rope_mscale=0.707),
+    "236B": _deepseek(
+        *(5120, 60, 1, 128, 12288, 160, 6, 1536),
+        **{**_V2, "route_scale": 16.0, "num_groups": 8, "top_groups": 3, "group_top_k": 1},
+        q_lora_rank=1536,
+    ),
+    "671B": _deepseek(
+        *(7168, 61, 3, 128, 18432, 256, 8, 2048),
+        **{**_V3, "num_groups": 8, "top_groups": 4, "q_lora_rank": 1536, "vocab_size": 129280},
+    ),
+}

@@ -15,12 +15,46 @@ from .config import DeepSeekConfig
 
 ARCHITECTURES = {"DeepseekV3ForCausalLM": "deepseek_v3", "DeepseekV2ForCausalLM": "deepseek_v2"}
 
-_NAMES = hf_names.TABLES["deepseek_v3"]
-_BLOCK = {**hf_names.BLOCK, **hf_names.MOE_BLOCK, **_NAMES["block"]}
-_FIELDS = (*hf_names.FIELDS, hf_names.MTP, *hf_names.fields_in(_NAMES["fields"]))
-_YARN, _YARN_ONLY = hf_names.fields_in(_NAMES["yarn"]), _NAMES["yarn_only"]
+_BLOCK = {
+    **hf_names.BLOCK,
+    **hf_names.MOE_BLOCK,
+    "attention.wq": "self_attn.q_proj",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+_FIELDS: tuple[hf_names.Field, ...] = (
+    *hf_names.FIELDS,
+    hf_names.MTP,
+    ("q_lora_rank", "q_lora_rank", 0),
+    ("kv_lora_rank", "kv_lora_rank", ...),
+    ("qk_nope_head_dim", "qk_nope_head_dim", ...),
+    ("qk_rope_head_dim", "qk_rope_head_dim", ...),
+    ("v_head_dim", "v_head_dim", ...),
+    ("num_experts", "n_routed_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
+    ("expert_dim", "moe_intermediate_size", ...),
+    ("num_shared_experts", "n_shared_experts", ...),
+    ("n_dense_layers", "first_k_dense_replace", ...),
+    ("normalize_weights", "norm_topk_prob", ...),
+    ("route_scale", "routed_scaling_factor", ...),
+    ("num_groups", "n_group", 0),
+    ("top_groups", "topk_group", 0),
+)
+_YARN: tuple[hf_names.Field, ...] = (
+    ("rope_factor", "factor", ...),
+    ("rope_mscale", "mscale", ...),
+    ("original_context", "original_max_position_embeddings", ...),
+)
+_YARN_ONLY = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 # Settings of YaRN that released models leave at these defaults.
-_YARN_DEFAULTS = _NAMES["yarn_defaults"]
+_YARN_DEFAULTS = {"truncate": True, "attention_factor": None}
 
 
 def hf_name(name: str) -> str:

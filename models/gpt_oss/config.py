@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from titan.models.common.config import read_flavors
+from titan.models.common.config import flavors_by
 from titan.models.common.moe_config import MoEConfig
 
 
@@ -53,6 +53,20 @@ class GptOssConfig(MoEConfig):
         return 2 * self.dim + biases + self.n_heads
 
 
-# "tiny" is titan's own; "debugmodel" is TorchTitan v0.2.2's, with 201,088 tokens and experts of 2880 as well. All layers have
-# experts: no feed-forward layer has the width of ffn_dim.
-FLAVORS = read_flavors(__file__, GptOssConfig)
+# All layers have experts: no feed-forward layer has the width of the third column.
+_gpt_oss = flavors_by("dim n_layers ffn_dim expert_dim", GptOssConfig)
+FLAVORS: dict[str, GptOssConfig] = {
+    # titan's own
+    "tiny": _gpt_oss(
+        *(64, 4, 48, 48),
+        **{"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "vocab_size": 2048},
+        **{"num_experts": 8, "top_k": 4, "window": 20, "original_context": 512},
+    ),
+    # TorchTitan v0.2.2's, with 201,088 tokens and experts of 2880 as well
+    "debugmodel": _gpt_oss(
+        *(256, 4, 2880, 2880),
+        **{"num_experts": 8, "load_balance_coeff": 1e-3, "global_balance_coeff": 0.0},
+    ),
+    "20b": _gpt_oss(2880, 24, 2880, 2880, num_experts=32),
+    "120b": _gpt_oss(2880, 36, 2880, 2880, num_experts=128),
+}

@@ -15,12 +15,29 @@ from .config import GptOssConfig
 
 ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}
 
-_NAMES = hf_names.TABLES["gpt_oss"]
 _BLOCK = {**hf_names.BLOCK, "moe.router.gate": "mlp.router"}
 # Our name, transformers' name, and the channels on disk that are ours: first channel and stride.
-_PARTS = {name: (theirs, (*channels,)) for name, (theirs, channels) in _NAMES["parts"].items()}
-_FIELDS, _YARN = hf_names.fields_in(_NAMES["fields"]), hf_names.fields_in(_NAMES["yarn"])
-_YARN_ONLY, _ONLY = _NAMES["yarn_only"], _NAMES["only"]
+_PARTS = {
+    "moe.experts.w1": ("mlp.experts.gate_up_proj", (0, 2)),
+    "moe.experts.w2": ("mlp.experts.down_proj", (0, 1)),
+    "moe.experts.w3": ("mlp.experts.gate_up_proj", (1, 2)),
+    "moe.experts.w1_bias": ("mlp.experts.gate_up_proj_bias", (0, 2)),
+    "moe.experts.w2_bias": ("mlp.experts.down_proj_bias", (0, 1)),
+    "moe.experts.w3_bias": ("mlp.experts.gate_up_proj_bias", (1, 2)),
+}
+_FIELDS: tuple[hf_names.Field, ...] = (
+    ("num_experts", "num_local_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
+    ("expert_dim", "intermediate_size", ...),
+    ("window", "sliding_window", ...),
+    ("swiglu_limit", "swiglu_limit", ...),
+)
+_YARN: tuple[hf_names.Field, ...] = (
+    ("rope_factor", "factor", ...),
+    ("original_context", "original_max_position_embeddings", ...),
+)
+_YARN_ONLY = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_ONLY = {"attention_bias": True, "swiglu_alpha": 1.702}
 
 
 def hf_name(name: str) -> str:

@@ -10,11 +10,20 @@ from .config import Qwen3Config
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
-_NAMES = hf_names.TABLES["qwen3"]
-_BLOCK = {**hf_names.BLOCK, **hf_names.MOE_BLOCK, **_NAMES["block"]}
-_EXPERTS = hf_names.fields_in(_NAMES["experts"])
+_BLOCK = {
+    **hf_names.BLOCK,
+    **hf_names.MOE_BLOCK,
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+}
+_EXPERTS: tuple[hf_names.Field, ...] = (
+    ("num_experts", "num_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
+    ("expert_dim", "moe_intermediate_size", ...),
+    ("normalize_weights", "norm_topk_prob", False),
+)
 # Experts in all blocks.
-_ONLY: dict[str, Any] = _NAMES["only"]
+_ONLY: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def hf_name(name: str) -> str:

@@ -105,7 +105,7 @@ def startup_page(
             "experts": _experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),
-             "groups": _groups(groups) if config.groups.enable else "",
+            "groups": _groups(groups) if config.groups.enable else "",
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             f"{_units(config)[1]} per step": f"{_factors(now, layout)} = {tokens:,}",
