@@ -21,6 +21,7 @@ def test_figures_come_before_the_picture(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     names = runpy.run_path(str(ROOT / "scripts/bench/convergence.py"))["main"].__globals__
     printed: list[str] = []
 

@@ -40,7 +40,7 @@ def measured() -> dict[str, tuple[float, float, float]]:
     memory = script()
     rows = {}
     for mode in EAGER:
-        config = memory.job(memory.MODES[mode])
+        config = memory.job(memory.TABLES["modes"][mode])
         rows[mode] = (*memory.measure(config), memory.by_formula(config)[1])
     return rows
 

@@ -59,9 +59,7 @@ def computes_alike(a: JobConfig, b: JobConfig, *, but: Collection[str] = ()) -> 
         but: settings that may differ in any case.
     """
     found = differing(settings(a), settings(b)).keys() - but
-    return job_facts(a) == job_facts(b) and all(
-        freedom(key) in ("place", "same") for key in found
-    )
+    return job_facts(a) == job_facts(b) and all(freedom(key) == "same" for key in found)
 
 
 # ---- a side, and its records ----------------------------------------------------------------------

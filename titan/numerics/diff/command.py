@@ -162,7 +162,7 @@ def differing_keys(a: str, b: str, names: str = "A and B") -> list[str]:
     if not (one and two):
         return []
     found = differing(one, two)
-    found = {key: pair for key, pair in found.items() if freedom(key) != "place"}
+    found = {key: pair for key, pair in found.items() if not key.startswith("job.")}
     lines = [f"{names} differ in {line}" for line in change_lines(found)[:_SHOWN]]
     return lines or [f"{names} are the same job"]
 
