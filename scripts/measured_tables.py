@@ -42,12 +42,12 @@ class CardSource(NamedTuple):
     """Where a card's tables are in the package, and which of several measurements is taken.
 
     Attributes:
-        folder: Folder of the card.
-        device: Row of titan/base/hardware.toml, whose peaks the roofline has.
-        vllm: Version of vLLM, whose products in 16 bits (torch's linear layer) and attention were measured.
-        trtllm: Version of TensorRT-LLM, whose products in 16 and in 8 bits (cuBLAS, as torch's) and experts were measured.
-        nccl: Version of NCCL.
-        attention_kernel: Kernel that vLLM ran, as `Profile.attention_kernel` calls it.
+        folder: folder of the card.
+        device: row of titan/base/hardware.toml, whose peaks the roofline has.
+        vllm: version of vLLM, whose products in 16 bits (torch's linear layer) and attention were measured.
+        trtllm: version of TensorRT-LLM, whose products in 16 and in 8 bits (cuBLAS, as torch's) and experts were measured.
+        nccl: version of NCCL.
+        attention_kernel: kernel that vLLM ran, as `Profile.attention_kernel` calls it.
     """
 
     folder: str
@@ -75,7 +75,7 @@ def read(card: str) -> dict[str, Any]:
     """Return a card's tables from the installed package, with all rows of products.
 
     Args:
-        card: Key of `SOURCES`.
+        card: key of `SOURCES`.
 
     Raises:
         PackageNotFoundError: The package is not installed.
@@ -200,9 +200,7 @@ def _without_casts(folder: Path) -> Iterator[tuple[int, int, int, float]]:
     """
     long = {(m, k): ms for m, n, k, ms in _gemm(folder, "bfloat16") if n == _NARROW}
     short = [*_gemm(folder, "fp8")]
-    casts = {
-        (m, k): max(0.0, ms - long.get((m, k), ms)) for m, n, k, ms in short if n == _NARROW
-    }
+    casts = {(m, k): max(0.0, ms - long.get((m, k), ms)) for m, n, k, ms in short if n == _NARROW}
     for m, n, k, ms in short:
         if n > _NARROW:
             yield m, n, k, max(ms - casts.get((m, k), 0.0), ms / 2)
@@ -210,9 +208,7 @@ def _without_casts(folder: Path) -> Iterator[tuple[int, int, int, float]]:
 
 def _letters(points: dict[tuple[int, int, int], float], *, aligned: bool) -> dict[str, Any]:
     """Return the products of a dtype whose rows are aligned, or all others, as a table of letters."""
-    own = {
-        p: v for p, v in points.items() if (p[0] % ALIGNED == 0 or p[0] < ALIGNED) == aligned
-    }
+    own = {p: v for p, v in points.items() if (p[0] % ALIGNED == 0 or p[0] < ALIGNED) == aligned}
     axes = _table(own)["axes"]
     return {"axes": axes, "values": "".join(_letter(own.get(p)) for p in product(*axes))}
 

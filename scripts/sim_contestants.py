@@ -35,10 +35,10 @@ def job(model: str, batch: int, seq_len: int, variant: str) -> JobConfig:
     """Return the job of steps.py for a model and a variant.
 
     Args:
-        model: Name in steps.MODELS.
-        batch: Sequences of a step.
-        seq_len: Tokens of a sequence.
-        variant: Parts of steps.PARTS, joined by "+".
+        model: name in steps.MODELS.
+        batch: sequences of a step.
+        seq_len: tokens of a sequence.
+        variant: parts of steps.PARTS, joined by "+".
     """
     settings = {"model": model, "batch": batch, "seq_len": seq_len, "warm_up": 5, "steps": 20}
     with tempfile.TemporaryDirectory() as folder:
@@ -96,9 +96,7 @@ def torchtitan(
             module.layers.register_module(name, torch.compile(block, fullgraph=True))
         loss_of = torch.compile(loss_of)
     parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True
-    )
+    optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
     tokens, labels = _batch(config, device)
     num_tokens = torch.ones((), device=device)
 

@@ -27,7 +27,7 @@ from titan.checks.rules import check_to_run
 from titan.config.phases import DEGREES
 from titan.config.schema import JobConfig
 from titan.parallel.torch_compat import forget_mesh
-from titan.run.hook import Begin
+from titan.run.hook import StartPoint
 
 STEPS = 9
 COURSE = [(1, "dp_shard 4"), (4, "dp_shard 2 x cp 2"), (7, "dp_shard 2 x tp 2")]
@@ -52,14 +52,10 @@ BASE = with_changes(
 
 def job(folder: Path | str, *phases: dict[str, Any], **changes: Any) -> JobConfig:
     config = any_job(folder, base=BASE, **changes)
-    return JobConfig.model_validate(
-        config.model_dump() | {"phase": [*(phases or (LONG, SPLIT))]}
-    )
+    return JobConfig.model_validate(config.model_dump() | {"phase": [*(phases or (LONG, SPLIT))]})
 
 
-def train(
-    config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: bool = False
-) -> Any:
+def train(config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: bool = False) -> Any:
     """Train as titan.train does. Return each trainer's mesh and first step, and how many models stay in memory.
 
     Args:
@@ -69,19 +65,17 @@ def train(
         forgets: begin behind a border as a start of the job does, which may leave parts of the state out.
     """
     check_to_run(config, world_size=dist.get_world_size())
-    begin, seen, old = Begin(step=step_to_continue(config)), [], list[Any]()
+    begin, seen, old = StartPoint(step=step_to_continue(config)), [], list[Any]()
     stop = StopRequest()
     while True:
         trainer = PoolTrainer(config, begin=begin, stop=stop)
         axes = (
-            f"{axis} {n}"
-            for axis, n in trainer.layout.__dict__.items()
-            if axis != "accumulation"
+            f"{axis} {n}" for axis, n in trainer.layout.__dict__.items() if axis != "accumulation"
         )
         seen.append(
             (trainer.step + 1, " x ".join(axis for axis in axes if not axis.endswith(" 1")))
         )
-        while trainer.step + 1 < max(lost_at, stopped_at) and not trainer.is_at_border:
+        while trainer.step + 1 < max(lost_at, stopped_at) and not trainer.changes_layout:
             trainer.train_one_step()
         if trainer.step + 1 == lost_at:
             trainer.train_one_step()
@@ -207,9 +201,7 @@ def test_other_starts(pool: Pool, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, damaged)
     for step in (8, 9):
         shutil.rmtree(damaged / f"checkpoint/step-{step}")
-    largest = max(
-        (damaged / "checkpoint/step-6").iterdir(), key=lambda path: path.stat().st_size
-    )
+    largest = max((damaged / "checkpoint/step-6").iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])
     swapped = job(damaged, LONG | {CP: 1, TP: 2}, SPLIT | {CP: 2, TP: 1})
     (_, long), (_, split) = COURSE[1:]

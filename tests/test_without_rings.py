@@ -108,17 +108,13 @@ def test_commands_of_the_core(ring: str, shared: Path) -> None:
         done = run(shared, "-m", "titan.cli", *arguments)
         return done.returncode, done.stdout, done.stderr
 
-    probe = (
-        f"import importlib.util as u, titan; print(titan.__file__, u.find_spec('titan.{ring}'))"
-    )
+    probe = f"import importlib.util as u, titan; print(titan.__file__, u.find_spec('titan.{ring}'))"
     where, found = run(shared, "-c", probe).stdout.split()
     assert Path(where).is_relative_to(shared / ring) and found == "None"
     shown, command = titan("--help")[1], RINGS[ring]
     assert "\n  train " in shown and f"\n  {command} " not in shown
     code, _, error = titan(command, JOB)
-    assert (
-        code == 2 and error.count("\n") == 1 and f"titan/{ring}" * (ring != "contrib") in error
-    )
+    assert code == 2 and error.count("\n") == 1 and f"titan/{ring}" * (ring != "contrib") in error
     code, text, error = titan("check", JOB, "--world-size", "2")
     assert code == 0 and "layout   2 ranks" in text, error
     assert ("memory " in text) == (ring != "sim")

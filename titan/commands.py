@@ -58,7 +58,7 @@ def load_command(name: str) -> Callable[[Sequence[str]], int]:
     """Return the function behind a command.
 
     Args:
-        name: Name of the command.
+        name: name of the command.
 
     Raises:
         KeyError: There is no such command.

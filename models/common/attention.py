@@ -41,16 +41,14 @@ class InnerAttention(nn.Module):
     """Scaled-dot-product attention over grouped heads, optionally only within documents.
 
     Attributes:
-        scale: Factor of the scores of queries and keys. None: 1 / sqrt(K).
-        window: Number of keys that a query sees, its own position included. 0: all of them. A block may set it.
-        causal: Whether a query sees no key after its position. False: it sees all keys, and a window is not allowed.
+        scale: factor of the scores of queries and keys. None: 1 / sqrt(K).
+        window: number of keys that a query sees, its own position included. 0: all of them. A block may set it.
+        causal: whether a query sees no key after its position. False: it sees all keys, and a window is not allowed.
     """
 
     is_causal_softmax = True  # so that context parallelism may compute it block by block
 
-    def __init__(
-        self, *, scale: float | None = None, window: int = 0, causal: bool = True
-    ) -> None:
+    def __init__(self, *, scale: float | None = None, window: int = 0, causal: bool = True) -> None:
         super().__init__()
         self.scale = scale
         self.window = window
@@ -78,12 +76,12 @@ class InnerAttention(nn.Module):
         """Compute attention.
 
         Args:
-            q_BHSK: Queries. H is a multiple of G, and query head h reads key/value head h // (H // G).
-            k_BGSK: Keys.
-            v_BGSK: Values, whose head dim may differ from that of the keys.
-            document_ids_BS: Numbers of the documents that are packed into each sequence, int64. A query sees only keys of
+            q_BHSK: queries. H is a multiple of G, and query head h reads key/value head h // (H // G).
+            k_BGSK: keys.
+            v_BGSK: values, whose head dim may differ from that of the keys.
+            document_ids_BS: numbers of the documents that are packed into each sequence, int64. A query sees only keys of
                 its own document. A `DocumentMask` that is made of them once serves all layers. None: no documents.
-            sinks_H: Logits of `Sinks` for these heads. None: no sinks.
+            sinks_H: logits of `Sinks` for these heads. None: no sinks.
 
         Returns:
             The attention output, (B, H, S, head dim of the values), in the inputs' dtype.

@@ -35,21 +35,21 @@ class LlamaConfig(ModelSizes):
     """Sizes of a decoder like Llama.
 
     Attributes:
-        dim: Model width.
-        n_layers: Number of blocks, without the modules of multi-token prediction.
-        n_heads: Query heads.
-        n_kv_heads: Key/value heads, each shared by n_heads / n_kv_heads query heads.
-        ffn_dim: Width of the SwiGLU.
-        vocab_size: Rows of the embedding.
-        head_dim: Channels of a head. 0: dim / n_heads.
-        norm_eps: Epsilon of the RMSNorms.
-        rope_theta: Base of the rotary frequencies.
-        rope_factor: Factor of `RopeScaling`. 0: no scaling.
-        tied_embeddings: Whether the output layer is the embedding.
-        init_std: Standard deviation of initial weights.
-        num_mtp_modules: Modules of multi-token prediction after the last block, which each predict one token further
+        dim: model width.
+        n_layers: number of blocks, without the modules of multi-token prediction.
+        n_heads: query heads.
+        n_kv_heads: key/value heads, each shared by n_heads / n_kv_heads query heads.
+        ffn_dim: width of the SwiGLU.
+        vocab_size: rows of the embedding.
+        head_dim: channels of a head. 0: dim / n_heads.
+        norm_eps: epsilon of the RMSNorms.
+        rope_theta: base of the rotary frequencies.
+        rope_factor: factor of `RopeScaling`. 0: no scaling.
+        tied_embeddings: whether the output layer is the embedding.
+        init_std: standard deviation of initial weights.
+        num_mtp_modules: modules of multi-token prediction after the last block, which each predict one token further
             ahead (DeepSeek-V3, arXiv:2412.19437, section 2.2).
-        mtp_coeff: Weight of the mean of their losses.
+        mtp_coeff: weight of the mean of their losses.
     """
 
     dim: int
@@ -110,8 +110,8 @@ class LlamaConfig(ModelSizes):
         """Return the number of parameters in the matmuls of a block.
 
         Args:
-            layer: Number of the block.
-            active: Count only the parameters that act on one token.
+            layer: number of the block.
+            active: count only the parameters that act on one token.
         """
         return self.num_attention_params + 3 * self.dim * self.ffn_dim
 
@@ -149,8 +149,8 @@ class LlamaConfig(ModelSizes):
         layer's window is shorter than the sequence.
 
         Args:
-            seq_len: Tokens of a sequence.
-            causal: Count only the pairs of queries and keys that a causal mask leaves. Without a window these are half.
+            seq_len: tokens of a sequence.
+            causal: count only the pairs of queries and keys that a causal mask leaves. Without a window these are half.
         """
         layers = range(self.num_blocks)
         blocks = sum(self.block_matmul_params(layer, active=True) for layer in layers)
@@ -164,8 +164,8 @@ class LlamaConfig(ModelSizes):
         """Return the floating-point operations of attention itself for one token.
 
         Args:
-            seq_len: Tokens of a sequence.
-            causal: Count only the pairs of queries and keys that a causal mask leaves.
+            seq_len: tokens of a sequence.
+            causal: count only the pairs of queries and keys that a causal mask leaves.
         """
         flops = 0
         for layer in range(self.num_blocks):

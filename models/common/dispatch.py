@@ -25,10 +25,10 @@ def dispatch(
     """Return the outputs of each token's experts, (T, K, D).
 
     Args:
-        x_TD: Tokens.
-        ids_TK: Experts of each token, int64.
-        num_experts: Number of experts.
-        dispatcher: Function of tokens sorted by expert, (N, D), and of their counts, (E,), that returns the experts' outputs.
+        x_TD: tokens.
+        ids_TK: experts of each token, int64.
+        num_experts: number of experts.
+        dispatcher: function of tokens sorted by expert, (N, D), and of their counts, (E,), that returns the experts' outputs.
     """
     inverse_N, counts_E = places_by_expert(ids_TK, num_experts)
     order_N = inverted(inverse_N)
@@ -44,8 +44,8 @@ def places_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     It counts: nothing is sorted. A copy's place is the number of copies for smaller experts, plus that of earlier copies for its own.
 
     Args:
-        ids_TK: Experts of each token, int64. A token may name an expert twice.
-        num_experts: Number of experts.
+        ids_TK: experts of each token, int64. A token may name an expert twice.
+        num_experts: number of experts.
     """
     # Tokens are the last dimension: along another one, a GPU has one thread for each expert's sum, and takes 70 times as long.
     ids_KT = ids_TK.mT.contiguous()
@@ -85,11 +85,11 @@ def in_chunks(
     """Apply experts to `size` tokens at a time, and recompute each chunk in the backward pass. 0: to all tokens at once.
 
     Args:
-        products: Function of tokens, counts and weights that returns the experts' outputs.
-        size: Tokens of a chunk.
-        tokens_RD: Tokens sorted by expert.
-        counts_e: Number of tokens of each expert, int64.
-        *weights: The experts' parameters.
+        products: function of tokens, counts and weights that returns the experts' outputs.
+        size: tokens of a chunk.
+        tokens_RD: tokens sorted by expert.
+        counts_e: number of tokens of each expert, int64.
+        *weights: the experts' parameters.
     """
     if not 0 < size < len(tokens_RD):
         return products(tokens_RD, counts_e, *weights)

@@ -69,8 +69,8 @@ def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
     """Return the name of one of our parameters in transformers.
 
     Args:
-        name: Our name. A parameter that stacks experts gets a name with {} for the expert's number.
-        block: Names within a block. A family adds its own to `BLOCK`.
+        name: our name. A parameter that stacks experts gets a name with {} for the expert's number.
+        block: names within a block. A family adds its own to `BLOCK`.
 
     Raises:
         KeyError: The family has no parameter of this name.
@@ -110,7 +110,7 @@ def header(architectures: Mapping[str, str], name: str) -> dict[str, Any]:
 
     Args:
         architectures: transformers' classes, and the model_type of each.
-        name: The class to write.
+        name: the class to write.
     """
     return {"architectures": [name], "model_type": architectures[name]}
 
@@ -119,8 +119,8 @@ def fields_of(config: Any, fields: Iterable[Field]) -> dict[str, Any]:
     """Return the values of fields under transformers' names.
 
     Args:
-        config: A family's sizes.
-        fields: Our name, transformers' name and the default of each field.
+        config: a family's sizes.
+        fields: our name, transformers' name and the default of each field.
     """
     return {theirs: getattr(config, ours) for ours, theirs, _ in fields}
 
@@ -137,12 +137,12 @@ def read_sizes(
     """Read a family's config dataclass from config.json.
 
     Args:
-        hf: Content of config.json.
-        kind: The family's config class.
-        of: The model_type, whose class in transformers has values for keys that are left out.
-        fields: Fields of the family, in addition to `FIELDS`.
-        only: Settings of which this model supports one value: that value.
-        quantized: See `require`.
+        hf: content of config.json.
+        kind: the family's config class.
+        of: the model_type, whose class in transformers has values for keys that are left out.
+        fields: fields of the family, in addition to `FIELDS`.
+        only: settings of which this model supports one value: that value.
+        quantized: see `require`.
 
     Raises:
         ValueError: The file is invalid, or describes a model that the family does not have.
@@ -161,9 +161,7 @@ def read_sizes(
     )
     sizes = read_fields(hf, kind, fields)
     if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
-        raise ValueError(
-            "num_attention_heads does not divide hidden_size, and head_dim is missing"
-        )
+        raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
     heads, kv_heads = sizes["n_heads"], sizes["n_kv_heads"]
     if not kv_heads or heads % kv_heads:
         raise ValueError(
@@ -177,9 +175,7 @@ def completed(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
 
     hf_defaults.json has these values.
     """
-    defaults = json.loads(
-        Path(__file__).with_name("hf_defaults.json").read_text(encoding="utf-8")
-    )
+    defaults = json.loads(Path(__file__).with_name("hf_defaults.json").read_text(encoding="utf-8"))
     return defaults[model_type] | hf
 
 
@@ -194,8 +190,8 @@ def require(
     """Check that titan's model has every setting of a config.json.
 
     Args:
-        hf: Content of config.json.
-        only: Settings of which the family supports one value: that value.
+        hf: content of config.json.
+        only: settings of which the family supports one value: that value.
         quantized: quant_method and weight_block_size of the one quantization that published weights of the family have.
 
     Raises:
@@ -213,9 +209,7 @@ def require(
     found = hf.get("quantization_config")
     if found and (found.get("quant_method"), found.get("weight_block_size")) != quantized:
         form = (
-            "fp8 in blocks of 128 x 128"
-            if quantized == FP8
-            else f"{quantized[0]} in this family"
+            "fp8 in blocks of 128 x 128" if quantized == FP8 else f"{quantized[0]} in this family"
         )
         raise ValueError(f"quantization_config is {found}; titan reads {form} and no other")
 
@@ -228,7 +222,7 @@ def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     top-level key takes precedence.
 
     Args:
-        hf: Content of config.json, completed.
+        hf: content of config.json, completed.
 
     Raises:
         ValueError: rope_scaling is not a table.
@@ -250,9 +244,9 @@ def read_fields(hf: dict[str, Any], kind: type, fields: Iterable[Field]) -> dict
     """Return the values of fields under our names.
 
     Args:
-        hf: Content of config.json.
-        kind: Config dataclass, whose annotations give the types.
-        fields: Our name, transformers' name and the default of each field.
+        hf: content of config.json.
+        kind: config dataclass, whose annotations give the types.
+        fields: our name, transformers' name and the default of each field.
 
     Raises:
         ValueError: A field is missing, has another type, or is out of range.

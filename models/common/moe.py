@@ -93,8 +93,8 @@ class Experts(nn.Module, GroupedExperts):
     """SwiGLU of each expert, with weights and biases stacked by expert.
 
     Attributes:
-        chunk_tokens: Tokens that pass at a time, see `forward`. 0: all of them.
-        grouped: Function that multiplies tokens of all experts in one kernel, for `grouped_dtypes`.
+        chunk_tokens: tokens that pass at a time, see `forward`. 0: all of them.
+        grouped: function that multiplies tokens of all experts in one kernel, for `grouped_dtypes`.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -120,8 +120,8 @@ class Experts(nn.Module, GroupedExperts):
         saved activations does not grow with the number of tokens that arrive. Outputs and gradients of tokens are the same bits.
 
         Args:
-            tokens_RD: Tokens sorted by expert.
-            counts_e: Number of tokens of each expert, int64.
+            tokens_RD: tokens sorted by expert.
+            counts_e: number of tokens of each expert, int64.
 
         Returns:
             The experts' outputs, (R, D).
@@ -156,13 +156,11 @@ def grouped_mm(tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor
     """Multiply each token by the matrix of its group.
 
     Args:
-        tokens_RI: Tokens sorted by group.
-        weights_eIO: One matrix for each group.
-        ends_e: End of each group in `tokens_RI`, int32.
+        tokens_RI: tokens sorted by group.
+        weights_eIO: one matrix for each group.
+        ends_e: end of each group in `tokens_RI`, int32.
     """
-    return torch._grouped_mm(
-        tokens_RI, weights_eIO, offs=ends_e
-    )  # public only from torch 2.12 on
+    return torch._grouped_mm(tokens_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
 
 
 def grouped_matmuls(
@@ -175,12 +173,12 @@ def grouped_matmuls(
     """Return the SwiGLU of each token's own expert, silu(x w1) (x w3) w2, by one kernel for all experts (bf16 only).
 
     Args:
-        tokens_RD: Tokens sorted by expert.
-        counts_e: Number of tokens of each expert.
-        *weights: Matrices of the activated half (e, F, D), of the output (e, D, F) and of the other half (e, F, D), and
+        tokens_RD: tokens sorted by expert.
+        counts_e: number of tokens of each expert.
+        *weights: matrices of the activated half (e, F, D), of the output (e, D, F) and of the other half (e, F, D), and
             their biases in the same order, (e, F), (e, D), (e, F), or none.
-        limit: See `gate`.
-        product: Grouped matmul, as `grouped_mm`.
+        limit: see `gate`.
+        product: grouped matmul, as `grouped_mm`.
     """
     # The kernel wants the ends of groups as int32.
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
@@ -236,9 +234,7 @@ class _AddBias(torch.autograd.Function):
         ctx.save_for_backward(owners_R)
         ctx.num_experts, ctx.is_padded = len(bias_eO), is_padded
         # Padding behind the last group is cut off later, so any bias may be added to it.
-        return (
-            tokens_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
-        )
+        return tokens_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -256,9 +252,9 @@ class MoE(nn.Module, ExpertModule, RoutedExperts):
     """Mixture of experts: routed experts, and shared experts for all tokens.
 
     Attributes:
-        bias: Routing bias, added to the scores when experts are chosen, (E,) fp32.
-        loads: Tokens that each expert got in backward passes since the last reset, (E,) int64.
-        last_loads: Loads of the last step, summed over all ranks, (E,) int64.
+        bias: routing bias, added to the scores when experts are chosen, (E,) fp32.
+        loads: tokens that each expert got in backward passes since the last reset, (E,) int64.
+        last_loads: loads of the last step, summed over all ranks, (E,) int64.
     """
 
     bias: Tensor
@@ -275,9 +271,7 @@ class MoE(nn.Module, ExpertModule, RoutedExperts):
         self.register_buffer("bias", torch.empty(E, dtype=torch.float32))
         self.register_buffer("loads", torch.empty(E, dtype=torch.int64), persistent=False)
         is_state = config.global_balance_coeff > 0
-        self.register_buffer(
-            "last_loads", torch.empty(E, dtype=torch.int64), persistent=is_state
-        )
+        self.register_buffer("last_loads", torch.empty(E, dtype=torch.int64), persistent=is_state)
         self.dispatcher: Callable[..., Tensor] = run_experts
         self.route_sources: list[RouteSource] = []
         # The global batch's, set before each step.
@@ -302,9 +296,7 @@ class MoE(nn.Module, ExpertModule, RoutedExperts):
         for source in self.route_sources:
             source.put(self, ids_TK)
         weights_TK = self.router.weigh(scores_TE, ids_TK)
-        weights_TK = _RouterTerms.apply(
-            weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD)
-        )
+        weights_TK = _RouterTerms.apply(weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD))
         shared: list[Tensor] = []
 
         def run_shared_experts() -> None:
@@ -354,9 +346,7 @@ class MoE(nn.Module, ExpertModule, RoutedExperts):
             if self.sum_over_sequence is not None:
                 counts_BE = self.sum_over_sequence(counts_BE)
                 length = int(self.num_tokens // self.num_sequences)
-            scale = (
-                config.sequence_balance_coeff / self.num_sequences * E / (K * length * length)
-            )
+            scale = config.sequence_balance_coeff / self.num_sequences * E / (K * length * length)
             grad_BE = counts_BE.to(log_sum_T.dtype) * scale
             grad_TE = grad_BE.repeat_interleave(len(ids_TK) // batch, 0)
         if config.global_balance_coeff:

@@ -14,23 +14,23 @@ class MoEConfig(LlamaConfig):
     A coefficient of 0 turns its term off.
 
     Attributes:
-        num_experts: Routed experts. 0: the model is dense.
-        top_k: Experts that each token goes to.
-        expert_dim: Width of an expert.
-        num_shared_experts: Experts that all tokens go to, built as one SwiGLU of this many times `expert_dim`.
-        n_dense_layers: First blocks, which keep their feed-forward layer.
+        num_experts: routed experts. 0: the model is dense.
+        top_k: experts that each token goes to.
+        expert_dim: width of an expert.
+        num_shared_experts: experts that all tokens go to, built as one SwiGLU of this many times `expert_dim`.
+        n_dense_layers: first blocks, which keep their feed-forward layer.
         score: "softmax" or "sigmoid" of the router's logits.
-        normalize_weights: Whether a token's weights are divided by their sum.
-        route_scale: Factor of the weights after that.
-        num_groups: Groups of experts. 0: no groups.
-        top_groups: Best groups, to which a token's choice is restricted.
-        group_top_k: Best experts of a group, whose scores add up to the group's score.
-        moe_biases: Whether the router and the experts have biases.
-        swiglu_limit: Limit of gpt-oss's clamped SwiGLU. 0: plain SwiGLU.
-        load_balance_coeff: Step of the routing bias (arXiv:2408.15664).
-        sequence_balance_coeff: Weight of the balance loss of each sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17).
-        global_balance_coeff: Weight of the balance loss of the global batch (arXiv:2501.11873).
-        router_z_loss_coeff: Weight of the router's z-loss (ST-MoE, arXiv:2202.08906).
+        normalize_weights: whether a token's weights are divided by their sum.
+        route_scale: factor of the weights after that.
+        num_groups: groups of experts. 0: no groups.
+        top_groups: best groups, to which a token's choice is restricted.
+        group_top_k: best experts of a group, whose scores add up to the group's score.
+        moe_biases: whether the router and the experts have biases.
+        swiglu_limit: limit of gpt-oss's clamped SwiGLU. 0: plain SwiGLU.
+        load_balance_coeff: step of the routing bias (arXiv:2408.15664).
+        sequence_balance_coeff: weight of the balance loss of each sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17).
+        global_balance_coeff: weight of the balance loss of the global batch (arXiv:2501.11873).
+        router_z_loss_coeff: weight of the router's z-loss (ST-MoE, arXiv:2202.08906).
     """
 
     num_experts: int = 0

@@ -23,11 +23,11 @@ def rope_frequencies(
     """Return the rotation per position of each pair of channels (RoFormer, arXiv:2104.09864).
 
     Args:
-        head_dim: Channels of a head, K.
-        theta: Base of the frequencies.
+        head_dim: channels of a head, K.
+        theta: base of the frequencies.
         scaling: Llama 3.1's scaling. Wavelengths that fit often enough into the original context stay, longer ones are
             stretched by `factor`, and those between are interpolated. None: no scaling.
-        device: Device of the result.
+        device: device of the result.
 
     Returns:
         Radians per position, (K/2,) fp32.
@@ -36,13 +36,9 @@ def rope_frequencies(
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
-    turns = (
-        scaling.original_context * frequencies / (2 * math.pi)
-    )  # within the original context
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
     # 1 for short wavelengths, 0 for long ones, and between them in proportion.
-    keep = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
@@ -51,8 +47,8 @@ def rotation_table(positions: Tensor, frequencies: Tensor) -> Tensor:
     """Return the table that `rotate` multiplies by.
 
     Args:
-        positions: Positions, (...).
-        frequencies: Rotation per position of each pair of channels, (K/2,), in radians.
+        positions: positions, (...).
+        frequencies: rotation per position of each pair of channels, (K/2,), in radians.
 
     Returns:
         Cosines of all channels, then sines, which are negative in the first half, (..., 2K) fp32.
@@ -66,8 +62,8 @@ def rotate(x_BSHK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate channel i against channel i + K/2 by the position's angle, in fp32.
 
     Args:
-        x_BSHK: Queries or keys.
-        cos_sin: The two halves of `rotation_table`, with a dimension for the heads.
+        x_BSHK: queries or keys.
+        cos_sin: the two halves of `rotation_table`, with a dimension for the heads.
 
     Returns:
         The rotated heads, with the shape and dtype of x.
@@ -84,10 +80,10 @@ def yarn_frequencies(
     """Return the rotation per position of each pair of channels with YaRN (arXiv:2309.00071).
 
     Args:
-        config: A family's sizes, with rope_theta, rope_factor and original_context.
-        size: Channels of a head that rotate, R.
-        device: Device of the result.
-        truncate: Round the first and the last stretched pair outwards to whole pairs.
+        config: a family's sizes, with rope_theta, rope_factor and original_context.
+        size: channels of a head that rotate, R.
+        device: device of the result.
+        truncate: round the first and the last stretched pair outwards to whole pairs.
 
     Returns:
         Radians per position, (R/2,) fp32.
@@ -119,8 +115,8 @@ def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     products unchanged.
 
     Args:
-        x_BSHR: Queries or keys.
-        cos_sin: As for `rotate`.
+        x_BSHR: queries or keys.
+        cos_sin: as for `rotate`.
 
     Returns:
         The rotated heads, with the shape and dtype of x.

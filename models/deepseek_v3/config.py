@@ -19,14 +19,14 @@ class DeepSeekConfig(MoEConfig):
     Each query head has its own keys and values.
 
     Attributes:
-        q_lora_rank: Width of the latent of queries. 0: queries are projected from the input.
-        kv_lora_rank: Width of the latent of keys and values.
-        qk_nope_head_dim: Channels of a query or key head without rotation.
-        qk_rope_head_dim: Channels with rotation. All heads share those of the keys.
-        v_head_dim: Channels of a value head.
-        rope_factor: Factor of YaRN (arXiv:2309.00071). 0: none, as in pretraining.
-        rope_mscale: With YaRN, the scale of attention is multiplied by (0.1 rope_mscale ln(rope_factor) + 1)^2.
-        original_context: Context in tokens that YaRN stretches.
+        q_lora_rank: width of the latent of queries. 0: queries are projected from the input.
+        kv_lora_rank: width of the latent of keys and values.
+        qk_nope_head_dim: channels of a query or key head without rotation.
+        qk_rope_head_dim: channels with rotation. All heads share those of the keys.
+        v_head_dim: channels of a value head.
+        rope_factor: factor of YaRN (arXiv:2309.00071). 0: none, as in pretraining.
+        rope_mscale: with YaRN, the scale of attention is multiplied by (0.1 rope_mscale ln(rope_factor) + 1)^2.
+        original_context: context in tokens that YaRN stretches.
     """
 
     n_kv_heads: int = field(init=False)

@@ -70,8 +70,8 @@ def hf_buffer(name: str, config: DeepSeekConfig) -> str | None:
     """Return the name of one of our buffers in transformers.
 
     Args:
-        name: Our name.
-        config: The model's sizes.
+        name: our name.
+        config: the model's sizes.
 
     Returns:
         The name, or None if transformers has no such buffer. It has only the routing bias of V3.

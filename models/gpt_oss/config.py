@@ -17,9 +17,9 @@ class GptOssConfig(MoEConfig):
     by the sum of the chosen ones (`normalize_weights`).
 
     Attributes:
-        window: Number of keys that a query of an even layer sees, its own included. Odd layers see all keys.
-        rope_factor: Factor of YaRN (arXiv:2309.00071). 0: none.
-        original_context: Context in tokens that YaRN stretches.
+        window: number of keys that a query of an even layer sees, its own included. Odd layers see all keys.
+        rope_factor: factor of YaRN (arXiv:2309.00071). 0: none.
+        original_context: context in tokens that YaRN stretches.
     """
 
     n_heads: int = 64

@@ -45,9 +45,9 @@ class Attention(nn.Module):
         """Compute attention.
 
         Args:
-            x_BSD: Normalized residual stream.
+            x_BSD: normalized residual stream.
             cos_sin: `rotation_table` of the positions, (S, 1, K) or (B, S, 1, K) each.
-            document_ids_BS: Numbers of the packed documents. None: one document in each sequence.
+            document_ids_BS: numbers of the packed documents. None: one document in each sequence.
 
         Returns:
             The layer's output, (B, S, D).
@@ -63,9 +63,7 @@ class Attention(nn.Module):
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, S, H, K), keys and values (B, S, G, K)."""
         # -1 for the number of heads: under tensor parallelism each rank holds some of them.
-        q, k, v = (
-            w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         return q, k, v
 
 
@@ -105,9 +103,9 @@ class Block(nn.Module):
         """Run the block.
 
         Args:
-            x_BSD: Residual stream.
-            cos_sin: As for `Attention`.
-            document_ids_BS: As for `Attention`.
+            x_BSD: residual stream.
+            cos_sin: as for `Attention`.
+            document_ids_BS: as for `Attention`.
 
         Returns:
             The residual stream after the block, (B, S, D).
@@ -164,10 +162,10 @@ class MTPModule(nn.Module):
         """Run the module.
 
         Args:
-            x_BSD: Hidden states of the previous module, or of the model itself, as the output layer reads them.
-            token_BSD: Embeddings of the tokens that the previous module predicts.
-            cos_sin: As for `Attention`.
-            document_ids_BS: As for `Attention`.
+            x_BSD: hidden states of the previous module, or of the model itself, as the output layer reads them.
+            token_BSD: embeddings of the tokens that the previous module predicts.
+            cos_sin: as for `Attention`.
+            document_ids_BS: as for `Attention`.
 
         Returns:
             Hidden states for the output layer, (B, S, D).
@@ -219,11 +217,11 @@ class Llama(nn.Module):
         """Compute logits.
 
         Args:
-            tokens_BS: Ids, int64, or on a later pipeline stage the previous stage's activations, (B, S, D).
-            positions_BS: Positions for the rotation, int64: (B, S) below the reserved length, or (S,) of any size.
+            tokens_BS: ids, int64, or on a later pipeline stage the previous stage's activations, (B, S, D).
+            positions_BS: positions for the rotation, int64: (B, S) below the reserved length, or (S,) of any size.
                 None: 0 .. S-1.
-            document_ids_BS: See InnerAttention, int64. None: one document.
-            mtp_targets_BSM: The tokens 1, 2, ... after each, int64, for the M modules of multi-token prediction. None: the modules
+            document_ids_BS: see InnerAttention, int64. None: one document.
+            mtp_targets_BSM: the tokens 1, 2, ... after each, int64, for the M modules of multi-token prediction. None: the modules
                 do not run.
 
         Returns:
@@ -250,10 +248,10 @@ class Llama(nn.Module):
         first stage only, and its gradient comes back there.
 
         Args:
-            x_BSD: Embeddings of (1 + num_mtp_modules) batches.
-            cos_sin: Rotations of the positions, for all blocks.
-            document_ids_BS: As for `forward`.
-            num_mtp_modules: Number of batches for multi-token prediction.
+            x_BSD: embeddings of (1 + num_mtp_modules) batches.
+            cos_sin: rotations of the positions, for all blocks.
+            document_ids_BS: as for `forward`.
+            num_mtp_modules: number of batches for multi-token prediction.
         """
         x_BSD, *mtp = x_BSD.chunk(1 + num_mtp_modules) if num_mtp_modules else [x_BSD]
         num_layers = self.config.n_layers

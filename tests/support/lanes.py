@@ -84,9 +84,9 @@ def draw(
 
     Args:
         costs: id of a test -> CPU seconds.
-        seed: The same seed draws the same tests.
+        seed: the same seed draws the same tests.
         budget: CPU seconds.
-        techniques: Words of ids.
+        techniques: words of ids.
     """
     order = sorted(costs, key=lambda test: sha256(f"{seed} {test}".encode()).digest())
     chosen: set[str] = set()
@@ -165,9 +165,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     name = collection_path.relative_to(config.rootpath).as_posix()
     lanes = read_table()["lanes"]
-    return (
-        not any(row.startswith(name) for row, lane in lanes.items() if lane == "quick") or None
-    )
+    return not any(row.startswith(name) for row, lane in lanes.items() if lane == "quick") or None
 
 
 @pytest.hookimpl(tryfirst=True)

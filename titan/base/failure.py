@@ -25,7 +25,7 @@ class RunFailure(Exception):
 
 
 class UserError(RunFailure):
-    """Failure that is the user's to mend."""
+    """Failure that the user can fix."""
 
     exit_code = 2
 

@@ -23,7 +23,7 @@ class ModelFolders(Protocol):
         ...
 
     def unread_keys(self, file: Path, config: JobConfig) -> list[str]:
-        """Return a line about keys of a config.json that nothing reads, or nothing without such keys."""
+        """Return a warning about unread keys of a config.json, or an empty list."""
         ...
 
     def model_of(self, name: str, sizes: Any) -> Any:

@@ -69,9 +69,7 @@ def _check_folders(config: JobConfig) -> Violations:
         folders["checkpoint.folder"] = checkpoint.folder
     for key, folder in folders.items():
         if folder and (reason := why_unwritable(Path(folder))):
-            where = (
-                "" if key != "data.cache_folder" or config.data.cache_folder else f" ({folder})"
-            )
+            where = "" if key != "data.cache_folder" or config.data.cache_folder else f" ({folder})"
             fix = "; name a folder that can" if where else ""
             yield key, f"cannot be written{where}: {reason}{fix}"
 
@@ -124,9 +122,7 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
             if config.tokenizer.path:
                 key = "tokenizer.path"
             else:
-                key = (
-                    "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
-                )
+                key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
             yield key, _first_line(error)
     # First the training sources, then the validation sources.
     sources = [*sources_of(config, "training")]
@@ -183,7 +179,7 @@ def try_rows(
     split: str = "train",
     count: int,
 ) -> list[str]:
-    """Read the first rows of a source, or open its shards, as a run does. Return a line about keys that nothing reads."""
+    """Read the first rows of a source, or open its shards, as a run does. Return a warning about unread keys."""
     from titan.data.samples import SampleOptions, build_samples, spec_of  # imports numpy
     from titan.data.writer import unread_of
 
@@ -204,9 +200,7 @@ def try_rows(
 
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return (
-        lines[0] if isinstance(error, ValueError | OSError) else f"cannot be read: {lines[0]}"
-    )
+    return lines[0] if isinstance(error, ValueError | OSError) else f"cannot be read: {lines[0]}"
 
 
 def _exists(path: str) -> bool:
@@ -291,7 +285,7 @@ def first_weights(config: JobConfig) -> str:
 
 
 def advise_config(config: JobConfig, folder: str) -> list[str]:
-    """Return a line about keys of the config.json of a job's model that nothing reads.
+    """Return a warning about unread keys in the config.json of a job's model.
 
     Args:
         config: the job.

@@ -17,8 +17,8 @@ def extend(job: type[Job], names: dict[str, Any]) -> type[Job]:
     """Return the class of a job with the keys and tables that packages add.
 
     Args:
-        job: Class of the job.
-        names: Namespace of the module of `job`. An extended section replaces the original section there, because pickle looks
+        job: class of the job.
+        names: namespace of the module of `job`. An extended section replaces the original section there, because pickle looks
             it up by name.
 
     Raises:

@@ -59,8 +59,8 @@ def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
     """Return the entry points that packages register under a group, sorted by name.
 
     Args:
-        group: Name of the group.
-        of: Keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
+        group: name of the group.
+        of: keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
     """
     found = sorted(installed_entry_points()[group], key=lambda entry: entry.name)
     return [entry for entry in found if not of or f"{entry.name}.".startswith(f"{of}.")]
@@ -75,7 +75,7 @@ def load_plug_in(entry: EntryPoint) -> Any:
     """Import the object that an entry point names.
 
     Args:
-        entry: The entry point.
+        entry: the entry point.
 
     Raises:
         ConfigError: Its package cannot be imported.
@@ -97,8 +97,8 @@ def load_plug_ins(group: str, *, of: str = "") -> list[Any]:
     """Import the objects that the entry points of a group name, in the order of the names.
 
     Args:
-        group: Name of the group.
-        of: As for `plug_ins`.
+        group: name of the group.
+        of: as for `plug_ins`.
     """
     return [load_plug_in(entry) for entry in plug_ins(group, of=of)]
 
@@ -121,7 +121,7 @@ def parts_of(contract: type[T]) -> Iterator[T]:
     """Import the installed parts of a contract, one by one in the order of their names.
 
     Args:
-        contract: A class declared with `door`.
+        contract: a class declared with `door`.
     """
     for entry in plug_ins("titan.extensions", of=DOORS[contract]):
         part = load_plug_in(entry)
@@ -138,9 +138,9 @@ def require_part(contract: type[T], *, key: str, missing: str) -> T:
     """Import the first installed part of a contract.
 
     Args:
-        contract: A class declared with `door`.
-        key: Key or option that needs it.
-        missing: What is missing, and what to do instead.
+        contract: a class declared with `door`.
+        key: key or option that needs it.
+        missing: what is missing, and what to do instead.
 
     Raises:
         ConfigError: No package has one.

@@ -432,7 +432,7 @@ class DataSection(Section):
     reset_positions: bool = False
     """Count positions from the start of each document. Needs document_mask."""
     document_mask: bool = False
-    """Let no token attend to another document of its sequence. The first token of a document is
+    """Mask attention between documents. The first token of a document is
     then not predicted from the document before it."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents, chosen by a hash, kept from training for validation."""

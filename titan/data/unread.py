@@ -52,7 +52,7 @@ def unread_line(counts: Mapping[str, int]) -> str:
 
 
 def file_line(file: Path, keys: Iterable[str]) -> list[str]:
-    """Return a line about keys of a file that nothing read, or nothing without such keys."""
+    """Return a warning about unread keys of a file, or an empty list."""
     silent = silent_keys(file.name)
     found = ", ".join(printable(key, 60) for key in keys if key.split(".")[-1] not in silent)
     return [f"{file}: not read: {found}"] if found else []

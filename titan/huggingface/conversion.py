@@ -88,9 +88,7 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
         state: dict[str, Tensor] = {}
         for ours, shape in model.shapes.items():
             theirs = model.names.get(ours)
-            if (
-                theirs is None
-            ):  # transformers has no such tensor: its value before the first step
+            if theirs is None:  # transformers has no such tensor: its value before the first step
                 state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
                 continue
             stored_name = values_name(theirs.format(0), folder.files)
@@ -135,9 +133,7 @@ def _write_job(
     }
     (output / "config.toml").write_text(
         "# The model of the checkpoint beside this file. Lay it over a job: titan train job.toml config.toml\n"
-        + "\n".join(
-            f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values
-        )
+        + "\n".join(f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values)
     )
     return keys
 
@@ -208,9 +204,7 @@ def to_hf(
         Messages.
     """
     check_new(output)
-    config, step = find_checkpoint(
-        source, tokenizer=tokenizer, trust_remote_code=trust_remote_code
-    )
+    config, step = find_checkpoint(source, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     if average:
         require_average(step)
     opened = open_run_tokenizer(config) if reads_text(config) else None

@@ -44,9 +44,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "convert", summary="Convert Hugging Face folders to checkpoints and back."
     )
     ways = parser.add_subparsers(dest="way", required=True, metavar="{from-hf,to-hf}")
-    command = ways.add_parser(
-        "from-hf", help="make a checkpoint of safetensors and config.json"
-    )
+    command = ways.add_parser("from-hf", help="make a checkpoint of safetensors and config.json")
     command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
     _add_output(command)
     command.add_argument(

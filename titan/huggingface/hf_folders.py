@@ -58,7 +58,7 @@ def num_positions(folder: Path) -> int | None:
 
 
 def unread_keys(file: Path, config: JobConfig) -> list[str]:
-    """Return a line about keys of a config.json that nothing reads, or nothing without such keys."""
+    """Return a warning about unread keys of a config.json, or an empty list."""
     content, hooks = read_json(file, dict[str, Any]), hooks_of(config.model.name)
     if hooks is None:
         return []

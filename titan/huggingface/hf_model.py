@@ -191,9 +191,7 @@ class HFModel:
                 continue
             names = (*before.ours, ours) if before else (ours,)
             tensors[theirs] = DiskTensor(names, None, shape)
-        return tensors | {
-            n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()
-        }
+        return tensors | {n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()}
 
     def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
         """Join our tensors into their tensor on disk."""
@@ -229,7 +227,7 @@ def hooks_of(name: str) -> Any:
 
 
 def unread_keys(file: Path, config: dict[str, Any], hooks: Any, sizes: Any) -> list[str]:
-    """Return a line about keys of a config.json that no model of titan has, or nothing without such keys."""
+    """Return a warning about keys of a config.json that no model of titan has, or an empty list."""
 
     def unknown(config: dict[str, Any], known: dict[str, Any], at: str = "") -> Iterator[str]:
         for key, value in config.items():

@@ -75,7 +75,7 @@ class Supervision(Supervisor):
         flight_recorder.name_axes(mesh)
 
     def end(self) -> None:
-        """Tell the peers not to expect heartbeats. Those of the lock go on, while a save ends."""
+        """Tell the peers not to expect heartbeats. The lock keeps its heartbeat until the save ends."""
         self.monitor.finish()
 
     def close(self) -> None:

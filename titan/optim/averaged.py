@@ -65,8 +65,8 @@ def averaged(step: Any, *, validates: bool = False) -> AbstractContextManager[No
     """Return a block in which the model has an average of its weights: the job's, or the optimizer's.
 
     Args:
-        step: The run's TrainStep.
-        validates: The block validates, for which a job may want the weights.
+        step: the run's TrainStep.
+        validates: the block validates, for which a job may want the weights.
     """
     step.before_change()
     average = step.average
@@ -82,8 +82,8 @@ def of_optimizer(optimizer: Any, parts: Sequence[nn.Module]) -> Iterator[None]:
     """Replace the weights by the optimizer's average within a block (arXiv:2405.15682).
 
     Args:
-        optimizer: Optimizer with methods `eval` and `train`, which set the average and the weights.
-        parts: The model, or its stages on this rank.
+        optimizer: optimizer with methods `eval` and `train`, which set the average and the weights.
+        parts: the model, or its stages on this rank.
     """
     optimizer.eval()
     reshard(parts)

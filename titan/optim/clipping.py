@@ -35,10 +35,10 @@ def clip_gradients(
     where they were infinite.
 
     Args:
-        parameters: Parameters, some of which may have no gradient.
-        max_norm: Largest norm. 0 scales nothing.
-        stages: Pipeline ranks, which have different parameters. A rank without gradients (frozen) adds 0.
-        optimizer: Optimizer that scales the gradients in its next step. They stay as they are until then.
+        parameters: parameters, some of which may have no gradient.
+        max_norm: largest norm. 0 scales nothing.
+        stages: pipeline ranks, which have different parameters. A rank without gradients (frozen) adds 0.
+        optimizer: optimizer that scales the gradients in its next step. They stay as they are until then.
 
     Returns:
         The norm before scaling: an fp32 scalar on the gradients' device, the same on every rank of their meshes. Nothing is
@@ -80,7 +80,7 @@ def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor])
     """Return the global sum of squares.
 
     Args:
-        local_by_groups: Local sums, by the process groups over which each must be summed.
+        local_by_groups: local sums, by the process groups over which each must be summed.
     """
     assert local_by_groups, "no parameter is trained"
     for groups, square in local_by_groups.items():
@@ -119,9 +119,7 @@ def sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     mesh, places = parameter.device_mesh, enumerate(parameter.placements)
-    return tuple(
-        mesh.get_group(axis) for axis, place in places if not isinstance(place, Replicate)
-    )
+    return tuple(mesh.get_group(axis) for axis, place in places if not isinstance(place, Replicate))
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

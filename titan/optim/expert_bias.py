@@ -21,9 +21,9 @@ class ExpertBiasBalancer:
     """Balancer of the MoE modules of this rank.
 
     Attributes:
-        moes: Modules by name.
-        group: Ranks that hold different tokens of a step. None: no sum over ranks.
-        loads: Loads of the last step that ended, over all ranks, (layers, E) int64.
+        moes: modules by name.
+        group: ranks that hold different tokens of a step. None: no sum over ranks.
+        loads: loads of the last step that ended, over all ranks, (layers, E) int64.
     """
 
     def __init__(self, moes: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
@@ -35,8 +35,8 @@ class ExpertBiasBalancer:
         """Return the balancer of MoE modules over the ranks of a mesh that hold different tokens.
 
         Args:
-            moes: Modules of this rank, by name.
-            mesh: Mesh of the layout.
+            moes: modules of this rank, by name.
+            mesh: mesh of the layout.
         """
         axes = ("dp_replicate", "dp_shard", "cp", "tp")
         tokens = submesh(mesh, *axes, flatten=True) if moes else None
@@ -46,8 +46,8 @@ class ExpertBiasBalancer:
         """Set the size of the global batch, by which the balance terms of a step are divided.
 
         Args:
-            num_sequences: Sequences of the global batch, over the scale of the loss.
-            num_tokens: Tokens of the global batch, over the scale of the loss.
+            num_sequences: sequences of the global batch, over the scale of the loss.
+            num_tokens: tokens of the global batch, over the scale of the loss.
         """
         for moe in self.moes.values():
             moe.num_sequences, moe.num_tokens = num_sequences, num_tokens
@@ -57,7 +57,7 @@ class ExpertBiasBalancer:
         """Sum the loads of a step over ranks and replica groups.
 
         Args:
-            sum_over_groups: Function that sums tensors over replica groups, in place.
+            sum_over_groups: function that sums tensors over replica groups, in place.
         """
         if not self.moes:
             return
@@ -85,9 +85,9 @@ def move_biases(biases_E: Sequence[Tensor], loads_LE: Tensor, *, step: float) ->
     The mean of the moves is subtracted, since only differences between biases affect the choice of experts.
 
     Args:
-        biases_E: Bias of each layer, changed in place.
-        loads_LE: Loads of each layer.
-        step: Size of a move.
+        biases_E: bias of each layer, changed in place.
+        loads_LE: loads of each layer.
+        step: size of a move.
     """
     if step:
         # In integers, so that a load equal to the mean is found exactly.

@@ -30,8 +30,8 @@ class OptimizerInBackward:
     """Optimizer whose steps run in the backward pass.
 
     Attributes:
-        optimizer: The optimizer.
-        active: Whether the next backward pass completes the gradients (the last micro-batch) or only adds to them. The
+        optimizer: the optimizer.
+        active: whether the next backward pass completes the gradients (the last micro-batch) or only adds to them. The
             caller sets it before each pass.
     """
 

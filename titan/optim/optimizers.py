@@ -49,10 +49,10 @@ def parameter_groups(
     """Return two groups of trained parameters: matrices, and vectors, which are decayed only with `decay_norms`.
 
     Args:
-        parameters: The parameters. Frozen parameters are left out.
-        weight_decay: Weight decay of matrices.
-        decay_norms: Decay vectors, too.
-        names: Names of all parameters. Needed if there are stacks of biases.
+        parameters: the parameters. Frozen parameters are left out.
+        weight_decay: weight decay of matrices.
+        decay_norms: decay vectors, too.
+        names: names of all parameters. Needed if there are stacks of biases.
     """
     named = zip(names or repeat(""), parameters, strict=False)
     trained = [(is_matrix(name, p), p) for name, p in named if p.requires_grad]
@@ -75,9 +75,9 @@ def build_optimizer(
 
     Args:
         section: [optimizer]. A third party's section has a method `build(parameters) -> torch.optim.Optimizer`, which is called.
-        named_parameters: Parameters of the model, or of this rank's stages, with their names.
-        seed: Seed of stochastic rounding.
-        backend: Backend of torch.compile for the update of AdamW and Adam. Empty: torch's own fused kernel.
+        named_parameters: parameters of the model, or of this rank's stages, with their names.
+        seed: seed of stochastic rounding.
+        backend: backend of torch.compile for the update of AdamW and Adam. Empty: torch's own fused kernel.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
     build = completed(section, OptimizerDefaults).build
@@ -101,7 +101,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
     So a checkpoint has a state for each parameter, even without a gradient so far, and can be loaded into it.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: the optimizer.
 
     Returns:
         Whether titan can create this optimizer's states.
@@ -135,10 +135,10 @@ def build_adam(
 
     Args:
         section: [optimizer].
-        named: Trained parameters, by name.
-        lr: Peak learning rate.
-        seed: Seed of stochastic rounding.
-        backend: Backend of torch.compile for the update.
+        named: trained parameters, by name.
+        lr: peak learning rate.
+        seed: seed of stochastic rounding.
+        backend: backend of torch.compile for the update.
     """
     groups = parameter_groups(
         named.values(),
@@ -155,9 +155,7 @@ def build_adam(
     weight_dtypes = {p.dtype for p in named.values()}
     state_dtype = _state_dtype(section)
     # torch's kernels keep moments in the weights' precision, and round to nearest.
-    if not section.stochastic_rounding and (
-        state_dtype is None or weight_dtypes == {state_dtype}
-    ):
+    if not section.stochastic_rounding and (state_dtype is None or weight_dtypes == {state_dtype}):
         if section.implementation == "fused":
             return FusedAdam(groups, decoupled=decoupled, backend=backend, **options)
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(

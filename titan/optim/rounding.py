@@ -26,16 +26,16 @@ class RoundingSeeds:
     """Seeds of the stochastic rounding of a run's parameters.
 
     Attributes:
-        seed: Seed of the run.
-        places: Name of each parameter and the offset of this rank's shard in it.
+        seed: seed of the run.
+        places: name of each parameter and the offset of this rank's shard in it.
     """
 
     def __init__(self, named: Mapping[str, Tensor], *, seed: int) -> None:
         """Record the places of the parameters.
 
         Args:
-            named: Parameters to round, by name.
-            seed: Seed of the run.
+            named: parameters to round, by name.
+            seed: seed of the run.
         """
         self.seed = seed
         self.places = {
@@ -47,8 +47,8 @@ class RoundingSeeds:
         """Seed torch's generators for one update of a parameter, and restore them afterwards.
 
         Args:
-            parameter: The parameter.
-            step: Number of its step.
+            parameter: the parameter.
+            step: number of its step.
         """
         devices = [parameter.device] if parameter.device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=parameter.device.type):

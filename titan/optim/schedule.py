@@ -17,7 +17,7 @@ def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:
 
     Args:
         section: [lr_scheduler].
-        total_steps: Steps of the run, unless the section has its own.
+        total_steps: steps of the run, unless the section has its own.
     """
     total = section.total_steps or total_steps
     warmup = min(section.warmup_steps, total)
@@ -38,14 +38,12 @@ def learning_rate_factor(
     the end of the run.
 
     Args:
-        step: Step, from 1 to total_steps.
+        step: step, from 1 to total_steps.
         section: [lr_scheduler].
-        total_steps: Steps of the run.
-        phases: Phases of the run.
+        total_steps: steps of the run.
+        phases: phases of the run.
     """
-    changes = [
-        phase for phase in phases if phase.section is not None and phase.section.sets_rate
-    ]
+    changes = [phase for phase in phases if phase.section is not None and phase.section.sets_rate]
     firsts = [*(phase.first_step for phase in changes), total_steps + 1]
     until = min(step, firsts[0]) if changes else step
     factor = _scheduled(until, section=section, total_steps=total_steps)
@@ -96,10 +94,10 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, ranks: int) -> str:
     """Return a warning if a changed job makes the rate jump after a step, to less than half or more than twice.
 
     Args:
-        saved: Config of the checkpoint, as TOML.
-        config: The job that continues.
-        step: Step of the checkpoint.
-        ranks: Number of ranks.
+        saved: config of the checkpoint, as TOML.
+        config: the job that continues.
+        step: step of the checkpoint.
+        ranks: number of ranks.
 
     Returns:
         The warning, or "" if the saved job would make the same jump, or if a phase that begins there sets the rate.
@@ -116,9 +114,7 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, ranks: int) -> str:
         p.first_step == step + 1 and p.section and p.section.sets_rate
         for p in phases_of(config, world_size=ranks)
     )
-    total, own = (
-        job.lr_scheduler.total_steps or job.training.steps for job in (before, config)
-    )
+    total, own = (job.lr_scheduler.total_steps or job.training.steps for job in (before, config))
     if is_planned:
         return ""
     if math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:

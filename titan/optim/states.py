@@ -32,7 +32,7 @@ class Allocates:
         """Load a state as torch does, without its cast of every state to the weights' precision.
 
         Args:
-            state_dict: The saved state.
+            state_dict: the saved state.
         """
         super().load_state_dict(state_dict)  # pyrefly: ignore[missing-attribute]
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
@@ -48,8 +48,8 @@ def adam_state(parameter: Tensor, *, step_on: torch.device | str) -> dict[str, T
     """Return Adam's state of a parameter before its first step.
 
     Args:
-        parameter: The parameter.
-        step_on: Device of the step count.
+        parameter: the parameter.
+        step_on: device of the step count.
     """
     return {
         "step": torch.zeros((), device=step_on),
@@ -62,8 +62,8 @@ def begin_step(optimizer: Allocates, group: dict[str, Any]) -> list[Tensor]:
     """Return a group's parameters that have gradients, after creating missing states and counting the step.
 
     Args:
-        optimizer: The optimizer.
-        group: One of its parameter groups.
+        optimizer: the optimizer.
+        group: one of its parameter groups.
     """
     parameters = [p for p in group["params"] if p.grad is not None]
     for parameter in parameters:

@@ -75,24 +75,24 @@ class ModelSizes:
     titan gives the sizes of another package's family the names that they lack (titan/config/model.py).
 
     Attributes:
-        num_experts: Routed experts of a block.
-        num_shared_experts: Experts that all tokens go to.
-        expert_dim: Width of an expert.
-        n_dense_layers: First blocks, which have no experts.
-        load_balance_coeff: Step of the routing bias.
-        num_mtp_modules: Modules of multi-token prediction.
-        tied_embeddings: Whether the output layer is the embedding.
-        original_context: Positions that the frequencies were made for, before they were stretched.
-        table_positions: Positions that the model has in a table.
-        fixes_positions: Whether the largest position decides what the model computes.
-        reach: Tokens before a token that a short convolution needs.
-        heads_of_blocks: Attention heads of each block, if blocks have other numbers.
-        refuses: Techniques that the model cannot have, each with the reason. None: titan checks all of them.
-        score: How a router scores experts; None: the family has a router of another kind.
-        num_groups: Groups of experts, of which a token goes to the best `top_groups`; 0: no groups.
-        group_top_k: Experts whose scores add up to that of their group.
-        rope_factor: Factor by which YaRN stretches the context.
-        facts: Values that decide what the model computes, in place of the fields.
+        num_experts: routed experts of a block.
+        num_shared_experts: experts that all tokens go to.
+        expert_dim: width of an expert.
+        n_dense_layers: first blocks, which have no experts.
+        load_balance_coeff: step of the routing bias.
+        num_mtp_modules: modules of multi-token prediction.
+        tied_embeddings: whether the output layer is the embedding.
+        original_context: positions that the frequencies were made for, before they were stretched.
+        table_positions: positions that the model has in a table.
+        fixes_positions: whether the largest position decides what the model computes.
+        reach: tokens before a token that a short convolution needs.
+        heads_of_blocks: attention heads of each block, if blocks have other numbers.
+        refuses: techniques that the model cannot have, each with the reason. None: titan checks all of them.
+        score: how a router scores experts; None: the family has a router of another kind.
+        num_groups: groups of experts, of which a token goes to the best `top_groups`; 0: no groups.
+        group_top_k: experts whose scores add up to that of their group.
+        rope_factor: factor by which YaRN stretches the context.
+        facts: values that decide what the model computes, in place of the fields.
     """
 
     num_experts: Any = 0
@@ -144,7 +144,7 @@ def add_defaults(sizes: Any) -> None:
     """Add the defaults of `ModelSizes` that a class of sizes lacks.
 
     Args:
-        sizes: An object of the class, such as a flavor of a user's family.
+        sizes: an object of the class, such as a flavor of a user's family.
     """
     for name, default in vars(ModelSizes).items():
         if not name.startswith("_") and not hasattr(sizes, name):
@@ -165,9 +165,7 @@ def blocks_in(model: Any, container: str) -> tuple[Any, dict[str, Any]]:
     found = dict(modules[container].named_children()) if container in modules else {}
     if not found:
         lists = [
-            name
-            for name, m in modules.items()
-            if type(m).__name__ in ("ModuleList", "ModuleDict")
+            name for name, m in modules.items() if type(m).__name__ in ("ModuleList", "ModuleDict")
         ]
         raise ValueError(
             f"{type(model).__name__} has no blocks in `{container}`; containers of blocks are {', '.join(lists) or 'nowhere in it'}"

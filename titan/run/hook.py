@@ -27,7 +27,7 @@ from titan.step.train_step import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begin:
+class StartPoint:
     """Where a trainer begins.
 
     Attributes:

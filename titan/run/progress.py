@@ -102,7 +102,7 @@ class RunProgress:
         return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
 
     @property
-    def is_at_border(self) -> bool:
+    def changes_layout(self) -> bool:
         """Return whether the next step has another layout."""
         is_over = self.step >= self.last_step
         return not is_over and phase_at(self.phases, self.step + 1) not in self.job.own_phases
@@ -134,7 +134,7 @@ class RunProgress:
             run_files(self.run_dir).flush()  # what could not be written before
 
     def advance(self, step: int, *, tokens: int) -> None:
-        """Take over the counters of a checkpoint or a peer, and enter the phase of its step."""
+        """Restore the counters from a checkpoint or a peer, and enter the phase of its step."""
         self.step, self.tokens_seen = step, tokens
         self._enter_phase(step)
 
@@ -149,7 +149,7 @@ class RunProgress:
         self.timer = StepTimer(total_steps=self.last_step, step=self.step)
 
     def repeat(self, data: dict[str, Any]) -> None:
-        """Take back the step that runs. The next one begins at `data`, a state of the loader."""
+        """Undo the current step. The next one starts at `data`, a state of the loader."""
         self.is_void = True
         self.tokens_seen -= self.tokens_per_step
         self.step -= 1

@@ -68,7 +68,7 @@ class Spikes:
             # Such a value would make every later score useless; recovery.py handles it.
             if not math.isfinite(value):
                 continue
-            # Score a value before it joins its own yardstick.
+            # Score a value before adding it to the baseline.
             if len(before) >= self._min_steps:
                 scores[k] = z = spike_score(value, before)
                 highest = self._highest[k]

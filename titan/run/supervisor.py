@@ -67,7 +67,7 @@ class Supervisor:
         return failure.exit_code
 
     def end(self) -> None:
-        """Stop to expect signs of life of this rank, whose training has ended or failed."""
+        """Stop expecting heartbeats from this rank, whose training has ended or failed."""
 
     def close(self) -> None:
         """Release the run folder. The last call, after the hooks are closed."""

@@ -171,12 +171,10 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
     # Import these after everything that needs no torch.
     from titan.parallel.torch_compat import forget_mesh
     from titan.run.standard_hooks import standard_hooks
-    from titan.run.trainer import Begin, Trainer
+    from titan.run.trainer import StartPoint, Trainer
 
-    def build(begin: Begin) -> Trainer:
-        return Trainer(
-            config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin
-        )
+    def build(begin: StartPoint) -> Trainer:
+        return Trainer(config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin)
 
     def started() -> Trainer | None:
         return trainer if trainer and trainer.is_started else None
@@ -187,11 +185,9 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
         stop.on_stop = lambda name: _answer(name, config, started())
         stop.on_leave = lambda: _say_what_is_lost(config, started())
     else:
-        stop.on_leave = lambda: time.sleep(
-            1
-        )  # torchrun ends all ranks with the first that leaves
+        stop.on_leave = lambda: time.sleep(1)  # torchrun ends all ranks with the first that leaves
     try:
-        trainer = build(Begin(step=step_to_continue(config)))
+        trainer = build(StartPoint(step=step_to_continue(config)))
         while (code := trainer.run()) is None:
             begin, trainer = trainer.leave(), None  # frees the model
             forget_mesh()
@@ -231,9 +227,7 @@ def _say_what_is_lost(config: JobConfig, trainer: Trainer | None) -> None:
             kept = step_to_continue(config)  # a save may be half done
     num, text = step - kept, "ended without saving"
     if num > 0:
-        steps = (
-            f"{num:,} step{'s' * (num > 1)} since step-{kept}" if kept else f"all {num:,} steps"
-        )
+        steps = f"{num:,} step{'s' * (num > 1)} since step-{kept}" if kept else f"all {num:,} steps"
         text += f": {steps} {'is' if num == 1 else 'are'} lost"
     folder = Path(config.job.dump_folder)
     write_status(folder, state="stopped", exit_code=EXIT_INTERRUPTED, step=step, reason=text)

@@ -45,7 +45,7 @@ from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_sm_carveout, set_timeout
-from titan.run.hook import Begin, Hook, StepResult
+from titan.run.hook import Hook, StartPoint, StepResult
 from titan.run.progress import RunProgress
 from titan.run.supervisor import Supervisor
 from titan.step.random_draws import seed_all
@@ -66,7 +66,7 @@ class Trainer(RunProgress):
         hooks: Callable[[Trainer], Iterable[Hook]] = lambda _: (),
         stop: StopRequest | None = None,
         supervisor: Supervisor | None = None,
-        begin: Begin = Begin(),  # noqa: B008 (frozen)
+        begin: StartPoint = StartPoint(),  # noqa: B008 (frozen)
     ) -> None:
         """Set the run up. `run` trains.
 
@@ -93,7 +93,7 @@ class Trainer(RunProgress):
         phases = phases_of(config, world_size=self.world_size)
         first = phase_at(phases, begin.step + 1).config
         sections: dict[str, Section] = {"parallelism": first.parallelism}
-        if begin.events:  # the whole state crosses a border, whatever a start of the run loads
+        if begin.events:  # a layout change loads the full state, whatever the job excludes
             loads = {"load_step": begin.step, "exclude_from_loading": []}
             sections["checkpoint"] = config.checkpoint.model_copy(update=loads)
         self.config = config = config.with_sections(sections)
@@ -131,7 +131,7 @@ class Trainer(RunProgress):
         try:
             if carveout:
                 set_sm_carveout(carveout)
-            while self.step < self.last_step and not (self.is_stopping or self.is_at_border):
+            while self.step < self.last_step and not (self.is_stopping or self.changes_layout):
                 self.train_one_step()
         except Exception as error:
             for hook in self.hooks:
@@ -141,16 +141,16 @@ class Trainer(RunProgress):
             gc.enable()
             if carveout:
                 set_sm_carveout(0)
-        return None if self.is_at_border and not self.is_stopping else self._end()
+        return None if self.changes_layout and not self.is_stopping else self._end()
 
-    def leave(self) -> Begin:
-        """End this trainer at a border. Return where that of the next layout begins, in the same process."""
+    def leave(self) -> StartPoint:
+        """End this trainer at a layout change. Return the start point of the next trainer, in the same process."""
         events = None
         if self.is_started:
             events = self.events
             events.set_up(self.timer.total_s)
         self._end_parts()
-        return Begin(step=self.step, device=self.device, events=events)
+        return StartPoint(step=self.step, device=self.device, events=events)
 
     def train_one_step(self) -> None:
         """Train one step. The order of the calls is that of the collectives."""
@@ -179,9 +179,7 @@ class Trainer(RunProgress):
                 return
         flags = {hook: hook.flags() for hook in self.hooks}
         scalars = AsyncScalars([report.loss, report.grad_norm, self._max_over_ranks(flags)])
-        self.pending.append(
-            StepResult(step, first_sample, report, scalars=scalars, flags=flags)
-        )
+        self.pending.append(StepResult(step, first_sample, report, scalars=scalars, flags=flags))
         self.read_results(keep=self.max_pending)
         # Reading waits for the device, so only the steps that log, validate or save do it.
         if any(hook.needs_results() for hook in self.hooks):
@@ -254,14 +252,12 @@ class Trainer(RunProgress):
         # Before the console opens: the page at the top says where the run resumes.
         for hook in self.hooks:
             hook.resume()
-        if self.is_at_border:
+        if self.changes_layout:
             return  # the step that was loaded has another layout than the launcher thought
         config = self.config
         self.first_step = self.step + 1
         is_cpu = self.device.type == "cpu"
-        device_name = (
-            "CPU" if is_cpu else torch.get_device_module(self.device).get_device_name()
-        )
+        device_name = "CPU" if is_cpu else torch.get_device_module(self.device).get_device_name()
         name = config.hardware.name
         self.hardware = recognise(device_name) if name == "auto" else by_name(name)
         self.console = Console(config.metrics, rank=self.rank, total_steps=self.last_step)
@@ -278,9 +274,7 @@ class Trainer(RunProgress):
             if self.tokenizer is not None:
                 keep = partial(keep_tokenizer, self.tokenizer, self.run_dir)
                 self.files.attempt("tokenizer", keep, last=True)
-            write_environment(
-                self.run_dir, device_names=[device_name], world_size=self.world_size
-            )
+            write_environment(self.run_dir, device_names=[device_name], world_size=self.world_size)
         self.write_status()
         self.console.startup(
             startup_page(
@@ -303,9 +297,7 @@ class Trainer(RunProgress):
             recipe = quantize.recipe_name or "tensorwise"
             compiled, emulated = self.job.techniques.compiles_blocks, quantize.emulate
             self.console.message(
-                table(
-                    self.train_step.float8, recipe=recipe, emulated=emulated, compiled=compiled
-                )
+                table(self.train_step.float8, recipe=recipe, emulated=emulated, compiled=compiled)
             )
         if config.job.print_config:
             self.console.message(to_toml(config))
@@ -345,9 +337,7 @@ class Trainer(RunProgress):
             self.events.discard(self.step, kept=self.first_step - 1)
         if self.rank == 0:
             self.console.message(self.events.summary(), always=True)
-            write_status(
-                self.run_dir, state=state, exit_code=code, step=self.step, reason=reason
-            )
+            write_status(self.run_dir, state=state, exit_code=code, step=self.step, reason=reason)
         # The grace time may still end the process, and should then leave with this code.
         self.stop_request.exit_code = code
         return code

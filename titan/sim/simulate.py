@@ -161,7 +161,7 @@ def simulate(
         use_cache: read and write traces in the user's cache folder.
         prepare: called in each tracing process, to change torch or the model. Such traces are not
             cached.
-        say: called with a line on the progress.
+        say: progress callback, called with a line.
 
     Returns:
         The simulated step, with a trace, a timeline and a memory report for one rank of each
@@ -218,9 +218,7 @@ def price(
         ReplayError: the traced ranks wait for each other forever.
     """
     section, model = config.simulator, config.model.sizes
-    profile = profile.with_attention(
-        section.attention_kernel, torch_version=section.torch_version
-    )
+    profile = profile.with_attention(section.attention_kernel, torch_version=section.torch_version)
     cost = Cost(
         profile,
         Dispatch.of(model) if section.dispatch == "deepep" else None,

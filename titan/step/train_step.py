@@ -132,9 +132,7 @@ class TrainStep:
         self.prepare_backward = backward_preparer(self.job)
         self.shape = _shape(self.config)  # of the micro-batches of this phase
         self.context = submesh(self.mesh, "cp")
-        self.draws = RandomDraws(
-            self.config, self.model_parts, mesh=self.mesh, device=self.device
-        )
+        self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
         in_fp16 = self.config.training.compute_dtype == "float16"
         self.loss_scale = LossScale() if in_fp16 else None
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
@@ -186,9 +184,7 @@ class TrainStep:
             is_last = number == len(local)
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.in_backward is not None:
-                self.in_backward.active = is_last and (
-                    targets is None or targets.values()[0] > 0
-                )
+                self.in_backward.active = is_last and (targets is None or targets.values()[0] > 0)
             losses.append(self._forward_backward(batch, divisor, is_last=is_last))
         self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
@@ -209,7 +205,7 @@ class TrainStep:
         if self.loss_scale is not None and not self.is_fake:
             [norm] = AsyncScalars([grad_norm]).values()
             accepted = self.loss_scale.update(norm) and accepted
-        # Before the weights: replica groups may meet where the optimizer's step ends, and average the biases too.
+        # Before the weights: replica groups may synchronize at the end of the optimizer's step, and average the biases too.
         self.balance.finish(accepted=accepted)
         if accepted and self.in_backward is None:
             self.optimizer.step()
@@ -230,9 +226,7 @@ class TrainStep:
         return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
     @torch.no_grad()
-    def score(
-        self, batches: Iterable[TensorBatch], of_rows: LossFunction, *, width: int
-    ) -> Tensor:
+    def score(self, batches: Iterable[TensorBatch], of_rows: LossFunction, *, width: int) -> Tensor:
         """Return this rank's part of the figures of each sample of its batches.
 
         The parts of pipeline- and context-parallel ranks add up. All ranks pass the same number of batches, of the same shapes.
@@ -249,9 +243,7 @@ class TrainStep:
             rows = [
                 torch.cat(parts)
                 if (parts := self._forward(batch, of_rows))
-                else torch.zeros(
-                    len(batch.input), width, dtype=torch.float64, device=self.device
-                )
+                else torch.zeros(len(batch.input), width, dtype=torch.float64, device=self.device)
                 for batch in map(self.to_local, batches)
             ]
         return torch.cat(rows)
@@ -321,13 +313,13 @@ class TrainStep:
         """Continue with the batch and the sequences of another phase of the job."""
         if self.compile_log is not None and (new := _shape(phase.config)) != self.shape:
             self.shape = new
-            # Else the next programs would be for any shape, since torch has seen two: slower than those of a run that begins here.
+            # Otherwise torch would compile for dynamic shapes, since it has seen two: slower than in a run that starts here.
             torch.compiler.reset()
         if self.pipeline is not None and phase.number in self.job.splits:
             self.pipeline.change(self.job.splits[phase.number].schedule)
 
     def _clip(self) -> Tensor:
-        """Clip the gradients by their global norm and return the norm. Updates in the backward pass have used the gradients up."""
+        """Clip the gradients by their global norm and return the norm. Updates in the backward pass have already freed the gradients."""
         if self.in_backward is not None:
             return self.in_backward.finish()
         for function in self.on_gradients:

@@ -55,12 +55,12 @@ class CachedAttention(nn.Module):
         """Compute attention to the cached and the new keys.
 
         Args:
-            q_BHSK: Queries.
-            k_BGSK: Keys of the prompts, or of padding and one new token.
-            v_BGSK: Values, as the keys.
-            document_ids_BS: Ids that differ between a prompt and the padding on its left, int64. None: all prompts have
+            q_BHSK: queries.
+            k_BGSK: keys of the prompts, or of padding and one new token.
+            v_BGSK: values, as the keys.
+            document_ids_BS: ids that differ between a prompt and the padding on its left, int64. None: all prompts have
                 the same length.
-            sinks_H: Logits of `Sinks` for these heads. None: no sinks.
+            sinks_H: logits of `Sinks` for these heads. None: no sinks.
 
         Returns:
             The attention output, (B, H, S, K). In later calls the padding's output is zeros.
@@ -180,9 +180,7 @@ class Generator:
                 inputs = inputs if recurs else {}
                 chosen = self._choose(logits_BSV[:, -1].float(), generators)
                 found = chosen.tolist()
-                has_ended = [
-                    end or t in self.stop for end, t in zip(has_ended, found, strict=True)
-                ]
+                has_ended = [end or t in self.stop for end, t in zip(has_ended, found, strict=True)]
                 if all(has_ended):
                     return
                 yield [None if end else t for end, t in zip(has_ended, found, strict=True)]
@@ -215,8 +213,7 @@ class Generator:
             left_out_BV[:, 0] = False
             p_BV = p_BV.masked_fill(left_out_BV, 0)
         drawn = [
-            torch.multinomial(p_V, 1, generator=g)
-            for p_V, g in zip(p_BV, generators, strict=True)
+            torch.multinomial(p_V, 1, generator=g) for p_V, g in zip(p_BV, generators, strict=True)
         ]
         return order_BV.gather(-1, torch.stack(drawn))[:, 0]
 

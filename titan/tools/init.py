@@ -27,9 +27,7 @@ def init(argv: list[str]) -> int:
     """
     options = parser_of("init").parse_args(argv)
     if options.vocab and (options.hf or not options.text):
-        raise mistake(
-            "--vocab", "goes with --text, and not with --hf, whose model has a tokenizer"
-        )
+        raise mistake("--vocab", "goes with --text, and not with --hf, whose model has a tokenizer")
     if options.text == "":  # of a variable that is not set
         raise mistake("--text", "names no path")
     require_new(options.file)

@@ -26,11 +26,11 @@ class WeightAverage:
     """Average of the parameters of a model, or of its pipeline stages on this rank. It begins as a copy of the weights.
 
     Attributes:
-        parts: The model, or its stages on this rank.
+        parts: the model, or its stages on this rank.
         section: [average].
-        validates: A validation uses the average.
-        parameters: Parameters by their plain names.
-        tensors: The average in fp32, laid out like the parameters, by their plain names.
+        validates: a validation uses the average.
+        parameters: parameters by their plain names.
+        tensors: the average in fp32, laid out like the parameters, by their plain names.
     """
 
     def __init__(self, parts: Sequence[nn.Module], section: Any) -> None:
@@ -80,9 +80,7 @@ class WeightAverage:
             self._set(weights, kept)
 
     @torch.no_grad()
-    def _set(
-        self, weights: Sequence[Tensor], values: Iterator[Tensor] | Sequence[Tensor]
-    ) -> None:
+    def _set(self, weights: Sequence[Tensor], values: Iterator[Tensor] | Sequence[Tensor]) -> None:
         for weight, value in zip(weights, values, strict=True):
             weight.copy_(value)
         reshard(self.parts)

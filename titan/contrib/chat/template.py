@@ -120,9 +120,7 @@ class ChatTemplate:
             DataError: the tokenizer has no template.
         """
         if not tokenizer.chat_template:
-            where = (
-                f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
-            )
+            where = f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
             raise DataError(
                 f"{where} has no chat template, which conversations need: set tokenizer.chat_template to a Jinja file, or put "
                 "chat_template.jinja beside the tokenizer"
@@ -189,7 +187,7 @@ class ChatTemplate:
         return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
 
     def unread_beside(self, chat: Chat) -> list[str]:
-        """Return what stands beside the messages and is no name in the template."""
+        """Return the fields beside the messages that the template does not name."""
         return [name for name in _values(chat) if name not in {*self.names, "messages"}]
 
     def _with_answers(
@@ -202,9 +200,7 @@ class ChatTemplate:
         messages: list[Any] = values["messages"]
 
         def render(number: int, **options: bool) -> str:
-            return self.render(
-                {**values, "messages": messages[:number]}, where=where, **options
-            )
+            return self.render({**values, "messages": messages[:number]}, where=where, **options)
 
         text = render(len(messages))
         learnt = {
@@ -254,9 +250,7 @@ class ChatTemplate:
             why = printable(str(error), 200) or type(error).__name__
             if isinstance(error, LimitError | MemoryError | RecursionError):
                 why += f" (tokenizer {self.tokenizer.file})"
-            raise DataError(
-                f"{where}: the chat template refuses the messages: {why}"
-            ) from error
+            raise DataError(f"{where}: the chat template refuses the messages: {why}") from error
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -312,7 +306,7 @@ class _Message(dict[str, Any]):
 
 
 def _values(chat: Chat) -> dict[str, Any]:
-    """Return what a template gets: the messages, and what stands beside them by its name."""
+    """Return the variables of a template: the messages, and the fields beside them by name."""
     values: dict[str, Any] = {"messages": chat} if isinstance(chat, list) else {**chat}
     values = values.pop("chat_template_kwargs", {}) | values
     return values | {"messages": [_message(message) for message in values["messages"]]}

@@ -43,10 +43,10 @@ def require_same_samples(
     If as many groups say one as the other, those that have trained together for fewer steps are wrong, then higher ranks.
 
     Args:
-        names: Names of the groups, by rank.
-        rows: Of each group the values of the facts, and the steps that it has trained with the others.
-        own: This group's rank.
-        facts: Names of the facts.
+        names: names of the groups, by rank.
+        rows: of each group the values of the facts, and the steps that it has trained with the others.
+        own: this group's rank.
+        facts: names of the facts.
 
     Raises:
         GroupLeaves: This group is wrong.
@@ -55,9 +55,7 @@ def require_same_samples(
     ranks = range(len(rows))  # `max` takes the first of equals
     right = max(ranks, key=lambda rank: (votes[tuple(rows[rank][:-1])], rows[rank][-1]))
     pairs = zip(facts, rows[own][:-1], rows[right][:-1], strict=True)
-    if wrong := [
-        f"{fact} {mine}, not {theirs}" for fact, mine, theirs in pairs if mine != theirs
-    ]:
+    if wrong := [f"{fact} {mine}, not {theirs}" for fact, mine, theirs in pairs if mine != theirs]:
         raise GroupLeaves(
             f"{names[own]} would train other samples than {names[right]}: {', '.join(wrong)}. "
             f"{names[own]} ends; started again, it takes the state of {names[right]}"
@@ -68,8 +66,8 @@ def differences(theirs: str, ours: str) -> list[str]:
     """Return `key: their value -> our value` for each key that must be equal and is not.
 
     Args:
-        theirs: Another group's resolved config, as TOML.
-        ours: This group's.
+        theirs: another group's resolved config, as TOML.
+        ours: this group's.
     """
     found = differing(*(dict(leaves(tomllib.loads(text))) for text in (theirs, ours)))
     return change_lines(

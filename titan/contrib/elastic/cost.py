@@ -26,8 +26,8 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
     """Return the facts `groups` of a job with replica groups, or {} for another job. docs/simulator.md defines every field.
 
     Args:
-        simulation: The simulation of one group.
-        **how: Arguments of `simulate`, for the same job as HSDP.
+        simulation: the simulation of one group.
+        **how: arguments of `simulate`, for the same job as HSDP.
     """
     config, step_s = simulation.config, simulation.timeline.step_s
     section, training, profile = groups_of(config), config.training, linked(simulation)

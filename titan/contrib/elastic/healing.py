@@ -40,8 +40,8 @@ class Healing:
     would make all groups wait for each other's quorum.
 
     Attributes:
-        limit_s: Time limit of a transfer, in seconds.
-        source: Address of the state after a quorum. Empty if this rank has the state.
+        limit_s: time limit of a transfer, in seconds.
+        source: address of the state after a quorum. Empty if this rank has the state.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Healing:
         """Open the server that sends this rank's state.
 
         Args:
-            host: Address by which other ranks reach this rank. Only this machine reaches
+            host: address by which other ranks reach this rank. Only this machine reaches
                 127.0.0.1.
-            device: Device of the state.
-            limit_s: Time limit of a transfer, in seconds.
-            state: Function that returns the state. It is called for each transfer, in a thread.
+            device: device of the state.
+            limit_s: time limit of a transfer, in seconds.
+            state: function that returns the state. It is called for each transfer, in a thread.
         """
         self.limit_s, self.source, self._served = limit_s, "", ""
         self._secret = secrets.token_urlsafe(16)
@@ -71,9 +71,7 @@ class Healing:
             def handle(self) -> None:
                 with suppress(OSError):  # the peer has ended, or given up
                     asked = self.rfile.readline(100).strip()
-                    if secrets.compare_digest(
-                        asked.partition(b"/")[0], healing._secret.encode()
-                    ):
+                    if secrets.compare_digest(asked.partition(b"/")[0], healing._secret.encode()):
                         self._answer(asked.decode())
 
             def _answer(self, asked: str) -> None:
@@ -118,7 +116,7 @@ class Healing:
         """Receive the state from `source`, on the host.
 
         Args:
-            tick: Function that is called once a second during the transfer. Its exception ends the transfer.
+            tick: function that is called once a second during the transfer. Its exception ends the transfer.
 
         Returns:
             The peer's state, with tensors on the CPU.

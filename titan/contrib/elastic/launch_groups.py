@@ -74,11 +74,11 @@ def launch_groups(
     """Run the groups until the last group has ended.
 
     Args:
-        argv: Arguments of `titan train`.
-        config: The job.
-        num_groups: Number of groups.
-        num_processes: Processes of each group.
-        max_restarts: Restarts of each group.
+        argv: arguments of `titan train`.
+        config: the job.
+        num_groups: number of groups.
+        num_processes: processes of each group.
+        max_restarts: restarts of each group.
 
     Returns:
         0 if a group has trained to the end, otherwise the largest exit code of the groups.
@@ -140,8 +140,8 @@ def processes_of_group(num_groups: int, asked: int | None) -> int:
     """Return the number of processes of each group.
 
     Args:
-        num_groups: Number of groups.
-        asked: Value of --nproc. None: one process for each accelerator.
+        num_groups: number of groups.
+        asked: value of --nproc. None: one process for each accelerator.
 
     Raises:
         ConfigError: The accelerators do not suffice, or do not divide among the groups.
@@ -161,15 +161,11 @@ def processes_of_group(num_groups: int, asked: int | None) -> int:
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:
-    os.environ.setdefault(
-        "RUST_LOG", "error"
-    )  # torchft reports every quorum; groups inherit this
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum; groups inherit this
     try:
         from torchft.coordination import LighthouseServer
     except ImportError:
-        raise InputError(
-            "--elastic needs torchft: pip install 'titan-pretrain[elastic]'"
-        ) from None
+        raise InputError("--elastic needs torchft: pip install 'titan-pretrain[elastic]'") from None
     return LighthouseServer(
         bind=bind,
         min_replicas=groups_of(config).min_replicas,
@@ -183,7 +179,7 @@ def main(argv: Sequence[str]) -> None:
     """Run the lighthouse of a job until the process is ended.
 
     Args:
-        argv: The file that gets the lighthouse's address, then the arguments of the job.
+        argv: the file that gets the lighthouse's address, then the arguments of the job.
     """
     file, *job = argv
     lighthouse = _lighthouse(load_from_argv(job), "0.0.0.0:0")
@@ -198,11 +194,11 @@ class _Group:
     """Launcher process of one group.
 
     Attributes:
-        number: Number of the group.
-        restarts: Number of times that it was started again.
-        code: Its last exit code.
-        is_stopped: Whether it was asked to stop.
-        is_shown: Whether its lines of steps are printed. Other lines always are.
+        number: number of the group.
+        restarts: number of times that it was started again.
+        code: its last exit code.
+        is_stopped: whether it was asked to stop.
+        is_shown: whether its lines of steps are printed. Other lines always are.
     """
 
     number: int

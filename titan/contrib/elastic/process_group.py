@@ -63,10 +63,10 @@ def why_given_up(page: str, members: list[str], *, own: str, quorum: int) -> str
     """Return why a sum will not come, in words, or an empty text if all groups of its quorum may still take part.
 
     Args:
-        page: The lighthouse's page.
-        members: The replica ids of the quorum.
-        own: The replica id of this group.
-        quorum: The number of the quorum.
+        page: the lighthouse's page.
+        members: the replica ids of the quorum.
+        own: the replica id of this group.
+        quorum: the number of the quorum.
     """
     if has_newer(page, quorum):
         return "the others have gone on"
@@ -92,15 +92,15 @@ class _Linked(_Base):
     """What titan adds to torchft's process groups; `connect_groups` makes the class with both.
 
     Attributes:
-        host: Address by which other groups reach this rank.
-        lighthouse: Function that returns the lighthouse's address.
-        control: A gloo group for the groups' status.
-        member: This group's replica id, of torchft. The caller sets it.
-        members: The replica ids of the groups in the newest quorum.
-        num_failed: How many quorums of these members in a row have failed to connect.
-        has_joined: Whether this group has trained with the others. It tells them.
-        has_veterans: Whether another group of the quorum has.
-        given_up: Operations that still run, with their groups. gloo cannot end one, and its group's destructor would wait.
+        host: address by which other groups reach this rank.
+        lighthouse: function that returns the lighthouse's address.
+        control: a gloo group for the groups' status.
+        member: this group's replica id, of torchft. The caller sets it.
+        members: the replica ids of the groups in the newest quorum.
+        num_failed: how many quorums of these members in a row have failed to connect.
+        has_joined: whether this group has trained with the others. It tells them.
+        has_veterans: whether another group of the quorum has.
+        given_up: operations that still run, with their groups. gloo cannot end one, and its group's destructor would wait.
     """
 
     def __init__(
@@ -212,10 +212,10 @@ def connect_groups(
     """Return torchft's process group of the same ranks of all groups, with the attributes of `_Linked`.
 
     Args:
-        device: Device of this rank.
-        timeout: Time limit of a sum.
-        host: Address by which other groups reach this rank.
-        lighthouse: Function that returns the lighthouse's address.
+        device: device of this rank.
+        timeout: time limit of a sum.
+        host: address by which other groups reach this rank.
+        lighthouse: function that returns the lighthouse's address.
     """
     from torchft import ProcessGroupGloo, ProcessGroupNCCL
 

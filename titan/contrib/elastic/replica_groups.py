@@ -78,9 +78,9 @@ class ReplicaGroups:
 
         Args:
             section: [fault_tolerance].
-            device: Device of this rank.
-            state: Function that returns the state for healing: JSON and plain tensors of this rank.
-            load: Function that takes over a peer's state.
+            device: device of this rank.
+            state: function that returns the state for healing: JSON and plain tensors of this rank.
+            load: function that takes over a peer's state.
 
         Raises:
             InputError: torchft is not installed, or no lighthouse is named.
@@ -105,9 +105,7 @@ class ReplicaGroups:
         timeout = timedelta(milliseconds=section.process_group_timeout_ms)
         self._lighthouse, route = _await_lighthouse(self._where)
         host = _host(route)
-        self.group = connect_groups(
-            device, timeout, host=host, lighthouse=lambda: self._lighthouse
-        )
+        self.group = connect_groups(device, timeout, host=host, lighthouse=lambda: self._lighthouse)
         self._healing = Healing(
             host,
             device=device,
@@ -164,10 +162,10 @@ class ReplicaGroups:
         """Wait until enough groups live, and heal this group if it is behind.
 
         Args:
-            step: Steps that this group has done.
-            text: Text that the other groups get from this group, below 64 KiB.
-            waiting: Function that is called with the reason, on all ranks, each time that a quorum has not come within seconds.
-            require_same: Function that is called, if the set of groups has changed, with the name and text of each group
+            step: steps that this group has done.
+            text: text that the other groups get from this group, below 64 KiB.
+            waiting: function that is called with the reason, on all ranks, each time that a quorum has not come within seconds.
+            require_same: function that is called, if the set of groups has changed, with the name and text of each group
                 to which this one must give way.
 
         Raises:
@@ -315,7 +313,7 @@ class ReplicaGroups:
         """Compare facts about the next step with the other groups'. After an error, the step does not commit.
 
         Args:
-            facts: Numbers that must be the same in all groups, by name.
+            facts: numbers that must be the same in all groups, by name.
 
         Raises:
             GroupLeaves: This group is wrong, as `require_same_samples` decides.
@@ -333,9 +331,7 @@ class ReplicaGroups:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
-        if (
-            self.device.type != "cpu"
-        ):  # a sum's time limit must not include kernels that still run
+        if self.device.type != "cpu":  # a sum's time limit must not include kernels that still run
             torch.accelerator.current_stream().synchronize()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in map(local, tensors):
@@ -344,9 +340,7 @@ class ReplicaGroups:
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(
-                bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)]
-            )
+            torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
         _report_failure(self.manager, self.group.await_device)
 
     def commit(self) -> bool:
@@ -384,7 +378,7 @@ def _probe(where: str) -> tuple[str, str]:
     """Return the lighthouse's address, and this machine's address on the route to it.
 
     Args:
-        where: The lighthouse's address, or the file that contains it.
+        where: the lighthouse's address, or the file that contains it.
 
     Raises:
         OSError: Nothing listens at the address.
@@ -412,15 +406,13 @@ def _host(route: str) -> str:
     """Return the address or name by which other groups reach this machine.
 
     Args:
-        route: This machine's address on the route to the lighthouse.
+        route: this machine's address on the route to the lighthouse.
     """
     if LOCAL in os.environ:
         return "127.0.0.1"
     if route.startswith("127."):  # the lighthouse is here; others come another way
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(
-                ("192.0.2.1", 9)
-            )  # an address of nobody (RFC 5737); this sends nothing
+            probe.connect(("192.0.2.1", 9))  # an address of nobody (RFC 5737); this sends nothing
             route = probe.getsockname()[0]
     return socket.gethostname() if ":" in route or route.startswith("127.") else route
 

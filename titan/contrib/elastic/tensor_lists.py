@@ -16,8 +16,8 @@ def in_buckets(items: Iterable[T], num_elements: Callable[[T], int]) -> list[lis
     """Divide tensors, or stand-ins for them, into lists that are summed together.
 
     Args:
-        items: The tensors or stand-ins.
-        num_elements: Function that returns the number of elements of an item.
+        items: the tensors or stand-ins.
+        num_elements: function that returns the number of elements of an item.
     """
     buckets: list[list[T]] = [[]]
     for item in items:

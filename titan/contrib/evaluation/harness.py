@@ -34,8 +34,8 @@ class TitanLM(LM):
     """The harness's `LM`, which answers its three kinds of requests.
 
     Attributes:
-        scorer: Scorer over titan's ranks.
-        batch: Sequences of a rank's forward pass.
+        scorer: scorer over titan's ranks.
+        batch: sequences of a rank's forward pass.
     """
 
     def __init__(self, scorer: Scorer, *, batch: int) -> None:
@@ -58,9 +58,7 @@ class TitanLM(LM):
         )
         encode = self.scorer.encode  # as in the harness, the tokenizer's begin token is scored
         pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
-        rows = [
-            [ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs
-        ]
+        rows = [[ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs]
         scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
         return [sum(next(scores)[0] for _ in of) for of in rows]
 
@@ -68,7 +66,7 @@ class TitanLM(LM):
         """Generate greedy continuations, each up to one of its request's "until" texts.
 
         Args:
-            requests: Requests with a context and options each.
+            requests: requests with a context and options each.
 
         Raises:
             DataError: A request wants to sample, or leaves no room for a prompt.
@@ -130,8 +128,8 @@ def check_names(names: Sequence[str], *, include_path: str | None) -> None:
     """Check that the harness knows all names.
 
     Args:
-        names: Names or patterns of tasks.
-        include_path: Folder of more tasks, or None.
+        names: names or patterns of tasks.
+        include_path: folder of more tasks, or None.
 
     Raises:
         DataError: A name is unknown.
@@ -149,9 +147,9 @@ def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str,
     """Run tasks of the harness and return their figures.
 
     Args:
-        scorer: Scorer over titan's ranks.
-        names: Names of tasks.
-        args: Options of `titan evaluate`.
+        scorer: scorer over titan's ranks.
+        names: names of tasks.
+        args: options of `titan evaluate`.
 
     Returns:
         Figures as TASK/NAME. Ranks above 0 return {}, since the harness gives results on rank 0 only.

@@ -9,18 +9,16 @@ import numpy as np
 from titan.data import require
 
 
-def write_page(
-    file: Path, pixels: list[np.ndarray], found: list[str], expected: list[str]
-) -> None:
+def write_page(file: Path, pixels: list[np.ndarray], found: list[str], expected: list[str]) -> None:
     """Draw pictures in four columns, each above its description.
 
     A correct description is green. A wrong description is red, with the expected text below it.
 
     Args:
-        file: File of the page.
-        pixels: Pictures, (height, width, 3) uint8 each.
-        found: Descriptions that the model generates.
-        expected: Texts of the data.
+        file: file of the page.
+        pixels: pictures, (height, width, 3) uint8 each.
+        found: descriptions that the model generates.
+        expected: texts of the data.
     """
     image, drawing = (
         require(f"PIL.{name}", purpose="pictures", extra="vision")

@@ -20,18 +20,18 @@ class FluxConfig(ModelSizes):
     """Sizes of Flux.1.
 
     Attributes:
-        dim: Model width.
-        n_layers: Number of blocks of both kinds.
-        n_double: Blocks of two streams, which come first.
-        n_heads: Heads of attention.
-        ffn_dim: Width of the feed-forward layers.
-        in_channels: Channels of a patch.
-        context_dim: Channels of a context position.
-        pooled_dim: Channels of the vector that stands for the whole context.
-        rope_axes: Channels of a head that rotate with a position's index, row and column.
-        rope_theta: Base of the rotary frequencies.
-        guidance_embed: Whether the model takes a guidance strength as input.
-        gate_init_std: Standard deviation of the initial weights of modulations and of the output layer. With 0 every
+        dim: model width.
+        n_layers: number of blocks of both kinds.
+        n_double: blocks of two streams, which come first.
+        n_heads: heads of attention.
+        ffn_dim: width of the feed-forward layers.
+        in_channels: channels of a patch.
+        context_dim: channels of a context position.
+        pooled_dim: channels of the vector that stands for the whole context.
+        rope_axes: channels of a head that rotate with a position's index, row and column.
+        rope_theta: base of the rotary frequencies.
+        guidance_embed: whether the model takes a guidance strength as input.
+        gate_init_std: standard deviation of the initial weights of modulations and of the output layer. With 0 every
             block begins as the identity (adaLN-Zero, arXiv:2212.09748).
     """
 
@@ -79,9 +79,7 @@ class FluxConfig(ModelSizes):
         double = 2 * ((6 + 4 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim)
         single = (3 + 3 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim
         matrices = (2 * self.n_double + n_single) * self.num_block_matrix_params
-        return (
-            matrices + self.num_modulation_params + self.n_double * double + n_single * single
-        )
+        return matrices + self.num_modulation_params + self.n_double * double + n_single * single
 
     @property
     def num_block_params(self) -> int:
@@ -108,12 +106,10 @@ class FluxConfig(ModelSizes):
         Modulations are computed once a sample. The embedder and the output layer, about 0.1% of the total, are left out.
 
         Args:
-            seq_len: Positions of a sequence.
-            causal: Ignored, since attention always sees all positions.
+            seq_len: positions of a sequence.
+            causal: ignored, since attention always sees all positions.
         """
-        per_position = self.n_layers * (
-            6 * self.num_block_matrix_params + 12 * self.dim * seq_len
-        )
+        per_position = self.n_layers * (6 * self.num_block_matrix_params + 12 * self.dim * seq_len)
         return per_position + 6 * self.num_modulation_params // seq_len
 
 

@@ -39,9 +39,9 @@ def modulated(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
     """Normalize each position, then scale and shift it.
 
     Args:
-        x_BSD: The stream.
-        shift_B1D: Shift of each channel.
-        scale_B1D: Scale of each channel, minus 1.
+        x_BSD: the stream.
+        shift_B1D: shift of each channel.
+        scale_B1D: scale of each channel, minus 1.
     """
     return F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=_EPS) * (1 + scale_B1D) + shift_B1D
 
@@ -66,9 +66,9 @@ class Embedder(nn.Module):
         """Project the inputs of the model.
 
         Args:
-            patches_BSC: Noisy patches.
-            context_BTC: Encodings of the context.
-            vectors: Inputs that are one vector a sample, (B, channels), by name.
+            patches_BSC: noisy patches.
+            context_BTC: encodings of the context.
+            vectors: inputs that are one vector a sample, (B, channels), by name.
 
         Returns:
             Patches (B, S, D), context (B, T, D), and the vector that modulations read, (B, D), in the dtype of the weights.
@@ -101,9 +101,7 @@ class Heads(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, (B, S, H, K) each."""
         # -1 for the number of heads: under tensor parallelism each rank holds some of them.
-        q, k, v = (
-            w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
-        )
+        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         return self.q_norm(q), self.k_norm(k), v
 
 
@@ -111,9 +109,9 @@ def attend(inner: nn.Module, heads: tuple[Tensor, ...], rotations: Rotations) ->
     """Compute attention among all positions.
 
     Args:
-        inner: The inner attention.
-        heads: Queries, keys and values, (B, J, H, K) each.
-        rotations: Cos and sin for `rotate_pairs`.
+        inner: the inner attention.
+        heads: queries, keys and values, (B, J, H, K) each.
+        rotations: cos and sin for `rotate_pairs`.
 
     Returns:
         The output, (B, J, H x K).
@@ -150,9 +148,9 @@ class OneStream(nn.Module):
         """Add attention and the feed-forward layer to the stream.
 
         Args:
-            x_BSD: The stream.
-            o_BSD: Output of attention, before its projection.
-            modulation: Gate of attention; shift, scale and gate of the feed-forward layer.
+            x_BSD: the stream.
+            o_BSD: output of attention, before its projection.
+            modulation: gate of attention; shift, scale and gate of the feed-forward layer.
 
         Returns:
             The stream after the block, (B, S, D).
@@ -176,10 +174,10 @@ class DoubleBlock(nn.Module):
         """Run the block.
 
         Args:
-            x_BSD: Patches.
-            c_BTD: Context.
-            vector_BD: Vector that modulations read.
-            rotations: Cos and sin of the context's positions, then of the patches'.
+            x_BSD: patches.
+            c_BTD: context.
+            vector_BD: vector that modulations read.
+            rotations: cos and sin of the context's positions, then of the patches'.
 
         Returns:
             Patches and context after the block.
@@ -271,12 +269,12 @@ class Flux(nn.Module):
         """Predict the velocity of each patch.
 
         Args:
-            patches_BSC: Noisy patches.
-            positions_BSA: Index, row and column of each patch, int64. Context positions are all at 0.
-            context_BTC: Encodings of the context.
-            pooled_BC: One vector for the whole context.
+            patches_BSC: noisy patches.
+            positions_BSA: index, row and column of each patch, int64. Context positions are all at 0.
+            context_BTC: encodings of the context.
+            pooled_BC: one vector for the whole context.
             time_B: 0 for a picture, 1 for noise.
-            guidance_B: Guidance strength, needed if `guidance_embed` is set.
+            guidance_B: guidance strength, needed if `guidance_embed` is set.
 
         Returns:
             Velocities, (B, S, C), in the dtype of the weights.

@@ -14,14 +14,14 @@ class LlavaConfig(LlamaConfig):
     """Sizes of LLaVA: its decoder, a Llama, and its encoder of pictures, a ViT.
 
     Attributes:
-        vision_dim: Width of the ViT.
-        vision_layers: Blocks of the ViT. LLaVA reads the output of CLIP's last block but one, so 23 of 24.
-        vision_heads: Heads of the ViT.
-        vision_ffn_dim: Width of the ViT's feed-forward layers.
-        image_size: Side of a picture in pixels.
-        patch_size: Side of a patch in pixels.
-        image_token: Id that stands in a text for a patch.
-        vision_norm_eps: Epsilon of the ViT's norms.
+        vision_dim: width of the ViT.
+        vision_layers: blocks of the ViT. LLaVA reads the output of CLIP's last block but one, so 23 of 24.
+        vision_heads: heads of the ViT.
+        vision_ffn_dim: width of the ViT's feed-forward layers.
+        image_size: side of a picture in pixels.
+        patch_size: side of a patch in pixels.
+        image_token: id that stands in a text for a patch.
+        vision_norm_eps: epsilon of the ViT's norms.
     """
 
     # Modules that a pipeline puts on its first stage, before the blocks.
@@ -78,8 +78,8 @@ class LlavaConfig(LlamaConfig):
         A sequence holds as many pictures as fit. The cost of encoding them is spread over its positions.
 
         Args:
-            seq_len: Positions of a sequence.
-            causal: As for `LlamaConfig`; the ViT's attention is never causal.
+            seq_len: positions of a sequence.
+            causal: as for `LlamaConfig`; the ViT's attention is never causal.
         """
         tokens = self.num_patches + 1
         # Every patch sees all others, so `causal` does not halve this.

@@ -114,9 +114,7 @@ def read_config(hf: Fields) -> LlavaConfig:
     decoder = llama3.read_config(text)
     sizes = hf_names.read_fields(vision, LlavaConfig, _VISION_FIELDS)
     hf = hf_names.renamed(hf, "image_token_id", "image_token_index")
-    token = hf_names.read_fields(
-        hf, LlavaConfig, (("image_token", "image_token_index", 32_000),)
-    )
+    token = hf_names.read_fields(hf, LlavaConfig, (("image_token", "image_token_index", 32_000),))
     fields = {name: getattr(decoder, name) for name in decoder.__dataclass_fields__}
     return LlavaConfig(**{**fields, **sizes, **token}, vision_layers=_layers_read(hf))
 
@@ -125,8 +123,8 @@ def hf_unused(hf: Fields, sizes: LlavaConfig) -> Iterator[str]:
     """Yield the prefixes of tensor names that the decoder's input does not depend on.
 
     Args:
-        hf: Content of config.json.
-        sizes: The model's sizes.
+        hf: content of config.json.
+        sizes: the model's sizes.
     """
     for vision in SPELLINGS[0]:
         yield f"{vision}post_layernorm."
@@ -144,9 +142,7 @@ def _layers_read(hf: Fields) -> int:
     """Return the number of the encoder's blocks that run before the layer that LLaVA reads."""
     total, layer = _vision(hf)["num_hidden_layers"], hf.get("vision_feature_layer", -2)
     if not isinstance(layer, int) or not isinstance(total, int) or total > 1000:
-        raise ValueError(
-            f"vision_feature_layer is {layer!r} of {total!r}; titan reads one layer"
-        )
+        raise ValueError(f"vision_feature_layer is {layer!r} of {total!r}; titan reads one layer")
     # Layer 0 is the embedding, so there is one more layer than blocks.
     number = layer if layer >= 0 else total + 1 + layer
     if not 1 <= number <= total:

@@ -116,9 +116,9 @@ class Place(nn.Module):
         """Replace token embeddings by patches.
 
         Args:
-            x_BSD: Token embeddings.
-            features_NTD: Projected tokens of the ViT.
-            image_index_BS: Index of the patch, among the I x P of its sequence, for each position. Negative: keep x.
+            x_BSD: token embeddings.
+            features_NTD: projected tokens of the ViT.
+            image_index_BS: index of the patch, among the I x P of its sequence, for each position. Negative: keep x.
 
         Returns:
             Embeddings, (B, S, D).
@@ -131,9 +131,7 @@ class Place(nn.Module):
         place_BS = image_BS * features_NTD.shape[1] + 1 + patch_BS
         features_BFD = features_NTD.view(len(x_BSD), -1, features_NTD.shape[-1])
         index_BSD = place_BS.clamp(min=0)[..., None].expand(-1, -1, features_BFD.shape[-1])
-        return torch.where(
-            image_index_BS[..., None] < 0, x_BSD, features_BFD.gather(1, index_BSD)
-        )
+        return torch.where(image_index_BS[..., None] < 0, x_BSD, features_BFD.gather(1, index_BSD))
 
 
 class Projector(nn.Module):
@@ -175,11 +173,11 @@ class Llava(Llama):
         A pipeline stage without the embedding needs neither `images` nor `image_index_BS`.
 
         Args:
-            tokens_BS: As for Llama.
-            positions_BS: As for Llama.
-            document_ids_BS: As for Llama.
-            images: Pictures of each sequence, (B, I, P, C).
-            image_index_BS: Index of the patch, among the I x P of its sequence, for each position, int64. -1: a token of text.
+            tokens_BS: as for Llama.
+            positions_BS: as for Llama.
+            document_ids_BS: as for Llama.
+            images: pictures of each sequence, (B, I, P, C).
+            image_index_BS: index of the patch, among the I x P of its sequence, for each position, int64. -1: a token of text.
 
         Returns:
             Logits, (B, S, V), in the dtype of the weights.

@@ -64,12 +64,12 @@ class Muon(Allocates, torch.optim.Optimizer):
     """Muon for matrices, and another optimizer for the other parameters.
 
     Attributes:
-        others: Optimizer of the other parameters. Its groups are also groups of this optimizer.
-        momentum: As in SGD.
-        nesterov: As in SGD.
-        ns_steps: Iterations of Newton-Schulz.
-        ns_dtype: Precision of Newton-Schulz and of the collectives.
-        seeds: Seeds of stochastic rounding. None: round to the nearest.
+        others: optimizer of the other parameters. Its groups are also groups of this optimizer.
+        momentum: as in SGD.
+        nesterov: as in SGD.
+        ns_steps: iterations of Newton-Schulz.
+        ns_dtype: precision of Newton-Schulz and of the collectives.
+        seeds: seeds of stochastic rounding. None: round to the nearest.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Muon(Allocates, torch.optim.Optimizer):
         """Create the optimizer, without state.
 
         Args:
-            matrices: Two-dimensional parameters, or stacks of matrices (experts), in which each matrix is treated separately.
-            others: Optimizer of the other parameters.
-            lr: Learning rate.
-            weight_decay: Decoupled weight decay.
-            momentum: As in SGD.
-            nesterov: As in SGD.
-            ns_steps: Iterations of Newton-Schulz.
-            ns_dtype: Precision of Newton-Schulz and of the collectives.
-            seeds: Seeds of stochastic rounding. None: round to the nearest.
+            matrices: two-dimensional parameters, or stacks of matrices (experts), in which each matrix is treated separately.
+            others: optimizer of the other parameters.
+            lr: learning rate.
+            weight_decay: decoupled weight decay.
+            momentum: as in SGD.
+            nesterov: as in SGD.
+            ns_steps: iterations of Newton-Schulz.
+            ns_dtype: precision of Newton-Schulz and of the collectives.
+            seeds: seeds of stochastic rounding. None: round to the nearest.
         """
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
         self.momentum, self.nesterov = momentum, nesterov
@@ -204,9 +204,9 @@ def build_muon(
 
     Args:
         section: [optimizer]. Its blocks are the children of `layers`, a name that every model family shares.
-        named: Trained parameters of the model, or of this rank's stages, by name.
-        seed: Seed of stochastic rounding.
-        backend: Backend of torch.compile for the update of the other parameters.
+        named: trained parameters of the model, or of this rank's stages, by name.
+        seed: seed of stochastic rounding.
+        backend: backend of torch.compile for the update of the other parameters.
     """
     in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and is_matrix(k, p)}
     rest = {name: p for name, p in named.items() if name not in in_blocks}
@@ -233,8 +233,8 @@ def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
     """Return matrices with the same singular vectors and singular values near 1.
 
     Args:
-        x_NRC: Whole matrices.
-        steps: Number of iterations.
+        x_NRC: whole matrices.
+        steps: number of iterations.
 
     Returns:
         Matrices (N, R, C) in the dtype of x.
@@ -256,9 +256,9 @@ class Cut:
     """Split of a matrix by one mesh axis.
 
     Attributes:
-        group: Ranks of the axis.
-        dim: Dimension that is split.
-        size: Its length before the split.
+        group: ranks of the axis.
+        dim: dimension that is split.
+        size: its length before the split.
     """
 
     group: dist.ProcessGroup
@@ -283,9 +283,7 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     if not isinstance(parameter, DTensor):
         return []
     # Axes that replicate do not split matrices.
-    axes = [
-        i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)
-    ]
+    axes = [i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
     # FSDP splits the shards of tensor parallelism; on the same dimension DTensor calls that a strided shard.
     axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
     cuts, shape = [], list(parameter.shape)
@@ -301,9 +299,9 @@ def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
     """Gather shards of N matrices to their owners.
 
     Args:
-        x_NrC: This rank's shards, in rows or in columns.
-        cut: The split to undo.
-        counts: Number of matrices that each rank owns.
+        x_NrC: this rank's shards, in rows or in columns.
+        cut: the split to undo.
+        counts: number of matrices that each rank owns.
 
     Returns:
         The whole matrices that this rank owns, (n, R, C). Yields while the all-to-all runs.
@@ -321,9 +319,9 @@ def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
     """Return the owners' matrices to all ranks, as shards.
 
     Args:
-        x_nRC: The whole matrices that this rank owns.
-        cut: The split to apply.
-        counts: Number of matrices that each rank owns.
+        x_nRC: the whole matrices that this rank owns.
+        cut: the split to apply.
+        counts: number of matrices that each rank owns.
 
     Returns:
         This rank's shards of all N matrices, (N, r, C). Yields while the all-to-all runs.

@@ -81,7 +81,7 @@ def _in_range(text: str) -> float:
 
 
 def _priced(job: list[str], options: Namespace) -> list[dict[str, Any]]:
-    """Return what is simulated of each size, each in a process, as many at a time as there are cores."""
+    """Simulate each size in a process, as many at a time as there are cores."""
     config = load_from_argv(job, warn=False)
     if config.phase:
         raise InputError(
@@ -123,7 +123,7 @@ def _priced(job: list[str], options: Namespace) -> list[dict[str, Any]]:
 
 
 def _simulated(job: list[str], profile: Profile, options: Namespace) -> dict[str, Any]:
-    """Return what `titan sim --run` says of a size, in the first layout by formula that fits by simulation, too."""
+    """Return the facts of `titan sim --run` about a size, in the first layout by formula that fits by simulation, too."""
     config = load_from_argv(job, warn=False)
     why: Exception = InputError("")
     for share in _SHARES:
@@ -144,7 +144,7 @@ def _simulated(job: list[str], profile: Profile, options: Namespace) -> dict[str
 
 
 def simulated(job: Sequence[str], hardware: str, *, ranks: int) -> dict[str, Any]:
-    """Return what `titan sim` says of a job, in a process of its own.
+    """Return the facts of `titan sim` about a job, from a separate process.
 
     Raises:
         InputError: It cannot be simulated.
@@ -160,7 +160,7 @@ def simulated(job: Sequence[str], hardware: str, *, ranks: int) -> dict[str, Any
 
 
 def _row(size: dict[str, Any], found: Fit, options: Namespace) -> dict[str, Any]:
-    """Return what a size costs and reaches in the days that are given, or until the loss. Days are infinite if it cannot reach it."""
+    """Return the cost and the loss of a size after the given days, or at the given loss. Days are infinite if it cannot reach it."""
     run, params, law, days = size["run"], size["params"], found.law, options.days
     if not days:
         left = options.loss - law.E - law.A / params**law.a
@@ -202,7 +202,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _notes(rows: list[dict[str, Any]], found: Fit) -> list[str]:
-    """Return what to beware of."""
+    """Return warnings."""
     lines = [_LAW_OF_OTHERS] * (found is CHINCHILLA) + [_NOT_SCALED]
     farthest = max(found.times(row["params"], row["tokens"]) for row in rows)
     if farthest > 10:

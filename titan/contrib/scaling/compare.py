@@ -38,14 +38,14 @@ class PairReport:
     """Result of a comparison.
 
     Attributes:
-        unit: Unit of a loss.
-        seeds: Seeds whose runs both sides finished.
-        notes: Lines below the answer.
-        rows: Rows of the table: a name, and the cells of A and B.
-        lost: Runs that diverged or did not finish, in words.
-        gap: Loss of B less that of A; None with fewer than two pairs.
-        times: Seconds a token of A and of B; 0: not known.
-        changes: Logarithms of factors from A to B, by what changes, as far as they are known.
+        unit: unit of a loss.
+        seeds: seeds whose runs both sides finished.
+        notes: lines below the answer.
+        rows: rows of the table: a name, and the cells of A and B.
+        lost: runs that diverged or did not finish, in words.
+        gap: loss of B less that of A; None with fewer than two pairs.
+        times: seconds a token of A and of B; 0: not known.
+        changes: logarithms of factors from A to B, by what changes, as far as they are known.
     """
 
     unit: str
@@ -71,9 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
     types = {"steps": "--training.steps={}".format, "flavor": "--model.flavor={}".format}
-    parser = table_parser(
-        "compare", table_beside(__file__, "commands.toml")["compare"], **types
-    )
+    parser = table_parser("compare", table_beside(__file__, "commands.toml")["compare"], **types)
     parser.add_json()
     parser.set_defaults(set=[])  # as a sweep without values
     options, words = parser.parse_known_args(argv)
@@ -127,9 +125,7 @@ def _train(jobs: Sequence[Sequence[str]], options: Namespace) -> int:
     words = [[*job, *options.short] for job in jobs]
     _require_different([load_from_argv(job, warn=False) for job in words], options)
     folders = [options.folder.absolute() / side for side in "ab"]
-    a, b = (
-        sweep.prepare(job, options, folder) for job, folder in zip(words, folders, strict=True)
-    )
+    a, b = (sweep.prepare(job, options, folder) for job, folder in zip(words, folders, strict=True))
     measure_of([load_config(runs[0].job) for runs in (a, b)], [options.nproc] * 2)
     # In turn, so that other work of the machine slows both.
     return sweep.run([trial for pair in zip(a, b, strict=True) for trial in pair], options)
@@ -147,9 +143,7 @@ def _require_different(configs: Sequence[JobConfig], options: Namespace) -> list
         debug = config.debug.model_copy(update={"seed": 0})
         texts.append(to_toml(config.model_copy(update={"debug": debug, "job": configs[0].job})))
     if not options.null and texts[0] == texts[1]:
-        raise InputError(
-            "A and B are the same job: change one, or see with --null what noise does"
-        )
+        raise InputError("A and B are the same job: change one, or see with --null what noise does")
     return differing_keys(*texts)
 
 
@@ -262,9 +256,9 @@ def _add_money(report: PairReport, prices: Sequence[float], ranks: Sequence[int]
     """Add the money for tokens of each side, by its own price and ranks, and the money (or GPU time) for the same loss.
 
     Args:
-        report: The report, with the time for the same loss if it is known.
-        prices: Money for an hour of a rank of A and of B, or 0.
-        ranks: Ranks of A and of B.
+        report: the report, with the time for the same loss if it is known.
+        prices: money for an hour of a rank of A and of B, or 0.
+        ranks: ranks of A and of B.
     """
     what, hours = "money", [price * count for price, count in zip(prices, ranks, strict=True)]
     if all(hours):
@@ -288,10 +282,10 @@ def sentence(
     """Return the answer in a sentence.
 
     Args:
-        gap: Loss of B less that of A.
-        unit: Unit of a loss.
-        changes: Logarithms of factors from A to B, by what changes.
-        lost: Runs that have no part in it, in words.
+        gap: loss of B less that of A.
+        unit: unit of a loss.
+        changes: logarithms of factors from A to B, by what changes.
+        lost: runs that have no part in it, in words.
     """
     parts = [*lost]
     time, tokens = changes.get("time a token"), changes.get("tokens")
@@ -314,9 +308,7 @@ def sentence(
             f"no difference in loss found; one of {_SURE * half:.4f} {unit} would have been"
         )
     costs = [
-        _change(what, cost)
-        for what in ("time", "GPU time", "money")
-        if (cost := changes.get(what))
+        _change(what, cost) for what in ("time", "GPU time", "money") if (cost := changes.get(what))
     ]
     if costs:
         parts.append(f"so the same loss costs {' and '.join(costs)}")
@@ -328,9 +320,7 @@ def _change(what: str, ratio: Estimate) -> str:
     if max(map(abs, ratio)) < 5e-4:
         return f"the same {what}"
     if abs(ratio.value) > FAR:
-        return (
-            f"{'more than 10 times' if ratio.value > 0 else 'less than a tenth of'} the {what}"
-        )
+        return f"{'more than 10 times' if ratio.value > 0 else 'less than a tenth of'} the {what}"
     word, sign = ("more", 1) if ratio.value >= 0 else ("less", -1)
     value, *ends = (sign * 100 * math.expm1(end) for end in ratio)
     shown = [f"{end:.{int(abs(end) < 10)}f}" for end in ends]

@@ -26,9 +26,9 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
     """Run trials on this machine, and return 75 if a signal stopped them, otherwise 0.
 
     Args:
-        trials: Runs that are not done.
-        at_a_time: Number of runs that train together. Each has its share of the accelerators, or of the cores.
-        processes: Processes of each run.
+        trials: runs that are not done.
+        at_a_time: number of runs that train together. Each has its share of the accelerators, or of the cores.
+        processes: processes of each run.
     """
     require_memory("--jobs", at_a_time * processes)
     shares = _shares(at_a_time, processes)
@@ -143,9 +143,9 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
     Return an exit code: 0, or that of a command which Ctrl-C or SIGTERM has stopped.
 
     Args:
-        trials: Runs that are not done.
-        address: Address of the cluster, or "auto".
-        processes: Processes of each run, with a GPU for each if the cluster has GPUs, otherwise a core.
+        trials: runs that are not done.
+        address: address of the cluster, or "auto".
+        processes: processes of each run, with a GPU for each if the cluster has GPUs, otherwise a core.
     """
     ray = connect(address)
     resource = "num_gpus" if ray.cluster_resources().get("GPU") else "num_cpus"

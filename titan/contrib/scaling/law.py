@@ -72,11 +72,11 @@ class Fit:
     """A law with what is needed for intervals, as `titan scaling --output` writes it.
 
     Attributes:
-        format: Version of the file.
-        law: The best constants.
-        draws: Constants fitted to each draw of the bootstrap.
-        errors: Logarithm of each run's loss less that of the law.
-        runs: Runs that the law was fitted to.
+        format: version of the file.
+        law: the best constants.
+        draws: constants fitted to each draw of the bootstrap.
+        errors: logarithm of each run's loss less that of the law.
+        runs: runs that the law was fitted to.
     """
 
     format: Literal[1] = field(default=1, kw_only=True)
@@ -126,9 +126,9 @@ def fit(runs: Sequence[Run], *, draws: int = 400, seed: int = 0) -> Fit:
     """Fit the law to runs.
 
     Args:
-        runs: At least six runs.
-        draws: Number of draws of the bootstrap.
-        seed: Seed of the draws.
+        runs: at least six runs.
+        draws: number of draws of the bootstrap.
+        seed: seed of the draws.
     """
     *x, losses = np.log([run[1:] for run in runs]).T
     found = [_minimize(start, x, losses) for start in _starts(x, losses)]

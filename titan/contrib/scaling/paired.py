@@ -81,9 +81,7 @@ def slope_of(curves: Sequence[Curve]) -> Estimate:
         begin = bisect_right(curve[0], 0.5 * curve[0][-1])
         tokens, losses = curve[0][begin:], curve[1][begin:]
         if len(tokens) < 2:
-            raise InputError(
-                "a run has fewer than two losses in its second half: log more often"
-            )
+            raise InputError("a run has fewer than two losses in its second half: log more often")
         found.append(-linear_regression([*map(math.log, tokens)], losses).slope)
     value, low, high = mean_of(found)
     return Estimate(value * (1 + _FLATTER) / 2, low * _FLATTER, high)
@@ -93,9 +91,9 @@ def price(gap: Estimate, nats: Estimate, *, decays: bool = False) -> Estimate:
     """Return the logarithm of the factor in tokens that makes up for a gap in loss.
 
     Args:
-        gap: The gap.
-        nats: Slope of the loss.
-        decays: The learning rate decays, so that the slope may be three times as large, or any fraction of it. The gap does not hold zero.
+        gap: the gap.
+        nats: slope of the loss.
+        decays: the learning rate decays, so that the slope may be three times as large, or any fraction of it. The gap does not hold zero.
 
     Raises:
         InputError: The loss may not fall at all.
@@ -106,7 +104,6 @@ def price(gap: Estimate, nats: Estimate, *, decays: bool = False) -> Estimate:
     ends = [end / slope for slope in slopes for end in gap[1:]]
     # So far from the end of the runs, the slope is not known.
     low, high = (
-        math.copysign(math.inf, end) if abs(end) > FAR else end
-        for end in (min(ends), max(ends))
+        math.copysign(math.inf, end) if abs(end) > FAR else end for end in (min(ends), max(ends))
     )
     return Estimate(gap.value / nats.value, low, high)

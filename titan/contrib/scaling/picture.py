@@ -41,7 +41,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Draw the losses over the key that has most numbers as values, with a line for each setting of the others.
 
     Args:
-        rows: Results of the runs.
+        rows: results of the runs.
         file: PNG file.
 
     Raises:
@@ -90,8 +90,8 @@ def draw_comparison(pairs: Sequence[Sequence[Curve]], title: str, file: Path) ->
     """Draw the mean losses of two recipes, and their difference with its interval.
 
     Args:
-        pairs: Losses over tokens of A and of B, for each seed.
-        title: The answer, with the cost.
+        pairs: losses over tokens of A and of B, for each seed.
+        title: the answer, with the cost.
         file: PNG file.
     """
     import numpy as np

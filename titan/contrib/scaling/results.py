@@ -41,9 +41,9 @@ class Setting:
     """Runs of the same settings with different seeds.
 
     Attributes:
-        settings: The settings, as text.
-        losses: Final losses of the runs that are done.
-        states: State of each run.
+        settings: the settings, as text.
+        losses: final losses of the runs that are done.
+        states: state of each run.
     """
 
     settings: str

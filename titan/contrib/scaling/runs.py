@@ -48,8 +48,8 @@ def read(
     """Read runs, sorted by their FLOPs, and what all of them were trained on.
 
     Args:
-        paths: Run folders, folders of run folders, or one CSV file.
-        trust_remote_code: Obey model.trust_remote_code of the runs' jobs.
+        paths: run folders, folders of run folders, or one CSV file.
+        trust_remote_code: obey model.trust_remote_code of the runs' jobs.
 
     Raises:
         InputError: A file is wrong, or runs differ in text or tokenizer.
@@ -101,9 +101,7 @@ def of_folder(folder: Path, *, granted: Sequence[str] = ()) -> tuple[Run, JobCon
     steps = steps_of(config)
     if not rows or rows[-1]["step"] < steps:
         done = rows[-1]["step"] if rows else 0
-        raise InputError(
-            f"{folder}: step {done} of {steps}: only finished runs have a final loss"
-        )
+        raise InputError(f"{folder}: step {done} of {steps}: only finished runs have a final loss")
     if not (loss := final_loss(rows)):
         raise InputError(f"{folder}: its last rows have no loss: did it diverge?")
     params, tokens = float(sizes.num_active_params), float(rows[-1]["tokens"])

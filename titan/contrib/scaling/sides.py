@@ -46,12 +46,12 @@ class SeedRun:
     """A run of a side.
 
     Attributes:
-        folder: Folder of the run.
-        config: Job of the run.
-        rows: Rows of its metrics.jsonl.
+        folder: folder of the run.
+        config: job of the run.
+        rows: rows of its metrics.jsonl.
         state: "done", "diverged", or "did not finish".
-        machine: Devices and host of the run.
-        ranks: Number of ranks.
+        machine: devices and host of the run.
+        ranks: number of ranks.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class SeedRun:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what the runs of a side share: the job without the seed and paths, the text, and the number of tokens."""
+        """Return the settings that the runs of a side share: the job without the seed and paths, the text, and the number of tokens."""
         tokens = sum(phase.tokens for phase in phases_of(self.config, world_size=self.ranks))
         text = reading.text_settings(self.config) | reading.text_of_validation(self.config)
         return self.config.model_dump(exclude=_OWN) | text | {_TOKENS: tokens}
@@ -103,7 +103,7 @@ class Recipe:
 
     Attributes:
         name: "A" or "B".
-        runs: The runs by their seed.
+        runs: the runs by their seed.
     """
 
     name: str
@@ -189,9 +189,7 @@ def measure_of(configs: Sequence[JobConfig], ranks: Sequence[int]) -> tuple[str,
 def _of_training(config: JobConfig) -> dict[str, Any]:
     """Return the settings that decide what a training loss is the mean of, but for the text."""
     keys = ("packing", "document_mask", "add_bos", "add_eos")
-    noise = {
-        key: value for key, value in job_facts(config).items() if value and _NOISE.search(key)
-    }
+    noise = {key: value for key, value in job_facts(config).items() if value and _NOISE.search(key)}
     loss = {"loss.name": config.loss.name, "loss.options": config.loss.options}
     return loss | {f"data.{key}": getattr(config.data, key) for key in keys} | noise
 

@@ -36,13 +36,13 @@ def simulate_step(
     The allocator is that of PYTORCH_ALLOC_CONF.
 
     Args:
-        build: A function at the top level of a file, or "FILE.py:NAME".
-        world_size: Number of ranks.
-        profile: The devices and their network, or the name of a profile.
-        ranks: One rank of each kind of rank with different work. All other ranks are assumed to do
+        build: a function at the top level of a file, or "FILE.py:NAME".
+        world_size: number of ranks.
+        profile: the devices and their network, or the name of a profile.
+        ranks: one rank of each kind of rank with different work. All other ranks are assumed to do
             the same as one of them.
-        processes: Number of processes that record at once. All cores by default.
-        settings: Keyword arguments of `build`.
+        processes: number of processes that record at once. All cores by default.
+        settings: keyword arguments of `build`.
 
     Returns:
         The simulated step, with one trace, timeline and memory report for each of `ranks`.
@@ -79,21 +79,17 @@ def script_facts(simulation: StepSimulation, name: str) -> Facts:
     Its FLOPs are the recorded ones, without recomputation.
 
     Args:
-        simulation: The simulated step.
-        name: Name of the script.
+        simulation: the simulated step.
+        name: name of the script.
 
     Returns:
         A dict with the fields of titan.sim.simulate.facts.
     """
     traces, step_s = [*simulation.traces.values()], simulation.timeline.step_s
-    per_s: defaultdict[str, float] = defaultdict(
-        float
-    )  # TFLOPs, by the dtype whose peak counts
+    per_s: defaultdict[str, float] = defaultdict(float)  # TFLOPs, by the dtype whose peak counts
     for event in (event for trace in traces for event in trace.step):
         if isinstance(event, Launch) and event.scope.phase in ("forward", "backward"):
-            dtype = (
-                peak_dtype(event.kernel.dtype, simulation.profile) if event.kernel.flops else ""
-            )
+            dtype = peak_dtype(event.kernel.dtype, simulation.profile) if event.kernel.flops else ""
             per_s[dtype] += event.kernel.flops / len(traces) / step_s / 1e12
     per_s.pop("", None)
     dtype = max(per_s, key=lambda key: per_s[key], default="bfloat16")

@@ -49,11 +49,11 @@ class SmallAdam(Allocates, torch.optim.Optimizer):
     """Adam or AdamW with moments in a chosen precision.
 
     Attributes:
-        state_dtype: Precision of the moments; uint8 means 8 bits in blocks.
-        decoupled: Whether weight decay is AdamW's.
-        seeds: Seeds of stochastic rounding. None: round to the nearest.
-        levels: Function from a device to the 256 levels of each moment.
-        update: Function that updates one shard.
+        state_dtype: precision of the moments; uint8 means 8 bits in blocks.
+        decoupled: whether weight decay is AdamW's.
+        seeds: seeds of stochastic rounding. None: round to the nearest.
+        levels: function from a device to the 256 levels of each moment.
+        update: function that updates one shard.
     """
 
     def __init__(
@@ -71,20 +71,18 @@ class SmallAdam(Allocates, torch.optim.Optimizer):
         """Create the optimizer, without state.
 
         Args:
-            parameters: Parameters, or groups of them.
-            lr: As in torch's Adam.
-            betas: As in torch's Adam.
-            eps: As in torch's Adam.
-            state_dtype: Precision of the moments; uint8 means 8 bits in blocks.
-            decoupled: Decay weights as AdamW does, otherwise as Adam.
-            seeds: Seeds of stochastic rounding. None: round to the nearest.
-            compiled: Use one kernel per parameter, by torch.compile (the first step takes seconds), otherwise one per operation.
+            parameters: parameters, or groups of them.
+            lr: as in torch's Adam.
+            betas: as in torch's Adam.
+            eps: as in torch's Adam.
+            state_dtype: precision of the moments; uint8 means 8 bits in blocks.
+            decoupled: decay weights as AdamW does, otherwise as Adam.
+            seeds: seeds of stochastic rounding. None: round to the nearest.
+            compiled: use one kernel per parameter, by torch.compile (the first step takes seconds), otherwise one per operation.
         """
         quiet_torchao(has_kernels=torch.cuda.is_available())
         # Weight decay is each group's own (titan/optim/optimizers.py).
-        super().__init__(
-            parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
-        )
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype, self.decoupled, self.seeds = state_dtype, decoupled, seeds
         self.levels = cache(_levels)
         self.update = _update_shard
@@ -122,11 +120,7 @@ class SmallAdam(Allocates, torch.optim.Optimizer):
             self.update(
                 shard,
                 local(parameter.grad).contiguous().view(-1),
-                {
-                    name: local(value).view(-1)
-                    for name, value in state.items()
-                    if name != "step"
-                },
+                {name: local(value).view(-1) for name, value in state.items() if name != "step"},
                 None if MOMENTS[0] in state else self.levels(shard.device),
                 step=step,
                 lr=torch.tensor(group["lr"]),  # a number would be compiled in
@@ -169,8 +163,7 @@ def _levels(device: torch.device) -> dict[str, Tensor]:
     from torchao.optim.quant_utils import create_dynamic_map
 
     return {
-        name: torch.tensor(create_dynamic_map(name == "exp_avg"), device=device)
-        for name in MOMENTS
+        name: torch.tensor(create_dynamic_map(name == "exp_avg"), device=device) for name in MOMENTS
     }
 
 
@@ -178,9 +171,7 @@ def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
     """Return fp32 zeros, one for each block of each row, laid out like the parameter."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
     mine = local(parameter)
-    assert mine.shape[-1] % block == 0, (
-        "rules.py refuses tensor parallel degrees that cut a block"
-    )
+    assert mine.shape[-1] % block == 0, "rules.py refuses tensor parallel degrees that cut a block"
     zeros = torch.zeros(*mine.shape[:-1], mine.shape[-1] // block, device=mine.device)
     if not isinstance(parameter, DTensor):
         return zeros
@@ -194,6 +185,4 @@ def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
         shape=torch.Size(shape),
         stride=strides,
     )
-    return placed.to(
-        parameter.device
-    )  # of offloaded parameters, from_local takes it to the mesh's
+    return placed.to(parameter.device)  # of offloaded parameters, from_local takes it to the mesh's

@@ -31,7 +31,7 @@ class TorchTitanFiles(LoadExtension):
         """Apply the tables to a layer, in place.
 
         Args:
-            layer: Content of one file.
+            layer: content of one file.
 
         Returns:
             Warnings and problems.
@@ -74,8 +74,8 @@ class TorchTitanFiles(LoadExtension):
         TorchTitan has some flavors twice, the second time with document masks.
 
         Args:
-            data: The merged job, which is changed in place.
-            locations: Places of its keys, for the warnings.
+            data: the merged job, which is changed in place.
+            locations: places of its keys, for the warnings.
 
         Returns:
             Warnings.

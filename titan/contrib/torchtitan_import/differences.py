@@ -37,7 +37,7 @@ def differences(config: JobConfig) -> list[str]:
     """Return a line for each setting of a valid job that means something else in TorchTitan.
 
     Args:
-        config: The job.
+        config: the job.
 
     Returns:
         The lines. A model that TorchTitan lacks has none.

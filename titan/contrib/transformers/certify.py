@@ -348,7 +348,7 @@ def _batches(step: TrainStep) -> Iterator[Any]:
 
 @torch.no_grad()
 def _extra(theirs: Any, tokens_S: Tensor, logits_SV: Tensor) -> float:
-    """Return what a class's own loss adds to the cross entropy of its logits, relative to it."""
+    """Return the part of a class's own loss beside the cross entropy of its logits, relative to it."""
     if len(tokens_S) < 2:
         return 0.0
     own = theirs(input_ids=tokens_S[None], labels=tokens_S[None], use_cache=False).loss.item()

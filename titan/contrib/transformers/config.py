@@ -92,9 +92,7 @@ class TransformersConfig(MoEConfig):
     def facts(self) -> dict[str, Any]:
         """Return the fields of config.json that decide what the model computes."""
         content = json.loads(self.source.hf)
-        return {
-            k: v for k, v in content.items() if k not in NOTES and not k.endswith("_token_id")
-        }
+        return {k: v for k, v in content.items() if k not in NOTES and not k.endswith("_token_id")}
 
     @property
     def last_modules(self) -> tuple[str, ...]:
@@ -104,9 +102,7 @@ class TransformersConfig(MoEConfig):
     @property
     def fixes_positions(self) -> bool:
         """Return whether max_position_embeddings decides what the model computes."""
-        return bool(
-            self.table_positions or "longrope" in rope_types(json.loads(self.source.hf))
-        )
+        return bool(self.table_positions or "longrope" in rope_types(json.loads(self.source.hf)))
 
     def window_of(self, layer: int) -> int:
         """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""
@@ -153,8 +149,8 @@ class TransformersConfig(MoEConfig):
         """Return the floating-point operations of forward and backward for one token, of active parameters only.
 
         Args:
-            seq_len: Tokens of a sequence.
-            causal: Count only the pairs of queries and keys that a causal mask leaves.
+            seq_len: tokens of a sequence.
+            causal: count only the pairs of queries and keys that a causal mask leaves.
         """
         products = 6 * self.matmul_params + 3 * self.recurrent_flops
         return products + self.attention_flops_per_token(seq_len, causal=causal)

@@ -45,8 +45,8 @@ def prepare_experts(model: nn.Module, parts_of: Callable[[str], int]) -> dict[st
     A fused matrix that is two matrices on disk becomes two parameters, so that a folder's tensors are rows of parameters.
 
     Args:
-        model: The model.
-        parts_of: Number of tensors on disk that hold the fused matrix of an expert, by the parameter's name.
+        model: the model.
+        parts_of: number of tensors on disk that hold the fused matrix of an expert, by the parameter's name.
 
     Raises:
         UnsupportedModelError: a module with 3-D parameters is not what transformers' interface for experts defines.
@@ -97,9 +97,7 @@ def traits_of_experts(block: nn.Module) -> BlockTraits:
         if is_kind(module, ExpertModule):
             parent = path.rpartition(".")[0]
             beside = [
-                name
-                for name, m in block.get_submodule(parent).named_children()
-                if m is not module
+                name for name, m in block.get_submodule(parent).named_children() if m is not module
             ]
             compiled += [f"{parent}.{name}.forward" for name in beside if parent]
             recomputed += [f"{path}.grouped", f"{path}.combine"]
@@ -116,12 +114,12 @@ def _run(
     """Return the weighted sum of the outputs of each token's experts, (T, D).
 
     Args:
-        module: Experts, with their parameters.
-        x_TD: Tokens.
-        ids_TK: Experts of each token, int64.
-        weights_TK: Their weights.
-        rest: Arguments that titan does not know, which are refused.
-        others: Keyword arguments that are refused.
+        module: experts, with their parameters.
+        x_TD: tokens.
+        ids_TK: experts of each token, int64.
+        weights_TK: their weights.
+        rest: arguments that titan does not know, which are refused.
+        others: keyword arguments that are refused.
     """
     require_known("experts", type(module).__name__, rest, others)
     if is_probing():

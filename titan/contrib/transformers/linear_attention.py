@@ -37,17 +37,15 @@ class LinearAttention(Bordered):
     """Linear attention over grouped heads, optionally only within documents.
 
     Attributes:
-        scale: Factor of the output. None: 1 / sqrt(K).
-        chunk: Number of positions that are computed at once, a power of two.
+        scale: factor of the output. None: 1 / sqrt(K).
+        chunk: number of positions that are computed at once, a power of two.
     """
 
     def __init__(self, *, scale: float | None = None, chunk: int = 64) -> None:
         """Raise ValueError if `chunk` is not a power of two."""
         super().__init__()
         if chunk < 1 or chunk & (chunk - 1):
-            raise ValueError(
-                f"a chunk of {chunk} positions: must be a power of two, such as 64"
-            )
+            raise ValueError(f"a chunk of {chunk} positions: must be a power of two, such as 64")
         self.scale = scale
         self.chunk = chunk
 
@@ -63,13 +61,13 @@ class LinearAttention(Bordered):
         """Return the output, (B, H, S, V), in the values' dtype.
 
         Args:
-            q_BGSK: Queries. H is a multiple of G, and value head h reads query head h // (H // G).
-            k_BGSK: Keys. With strengths, their length must be 1 or less.
-            v_BHSV: Values.
-            gates: Logarithms of what remains of the state at each position: (B, H, S), or (B, H, S, K) for each channel. None:
+            q_BGSK: queries. H is a multiple of G, and value head h reads query head h // (H // G).
+            k_BGSK: keys. With strengths, their length must be 1 or less.
+            v_BHSV: values.
+            gates: logarithms of what remains of the state at each position: (B, H, S), or (B, H, S, K) for each channel. None:
                 all remains.
-            betas_BHS: Strengths of the delta rule, from 0 to 2. None: no delta rule.
-            document_ids_BS: Numbers of the documents that are packed into each sequence, int64, or their `DocumentMask`. The state
+            betas_BHS: strengths of the delta rule, from 0 to 2. None: no delta rule.
+            document_ids_BS: numbers of the documents that are packed into each sequence, int64, or their `DocumentMask`. The state
                 is zero before each document. None: no documents.
         """
         borders, starts_BS = self.borders, self.borders.starts(document_ids_BS)
@@ -106,15 +104,15 @@ def linear_attention(
     """Compute linear attention, in fp32 at least, or by a kernel (linear_attention_kernels.py).
 
     Args:
-        q_BGSK: Queries.
-        k_BGSK: Keys.
-        v_BHSV: Values.
-        gates: See `LinearAttention.forward`, as for all arguments before it.
-        betas_BHS: Strengths of the delta rule, or None.
-        scale: Factor of the output. None: 1 / sqrt(K).
-        chunk: Number of positions that are computed at once, a power of two.
-        starts_BS: Whether a document starts at a position, bool. None: no documents.
-        state: State before the first position, or the function that returns it (see `State`).
+        q_BGSK: queries.
+        k_BGSK: keys.
+        v_BHSV: values.
+        gates: see `LinearAttention.forward`, as for all arguments before it.
+        betas_BHS: strengths of the delta rule, or None.
+        scale: factor of the output. None: 1 / sqrt(K).
+        chunk: number of positions that are computed at once, a power of two.
+        starts_BS: whether a document starts at a position, bool. None: no documents.
+        state: state before the first position, or the function that returns it (see `State`).
 
     Returns:
         The output, (B, H, S, V), in the values' dtype, and the state after the last position, (B, H, K, V), in fp32 at least.
@@ -169,11 +167,11 @@ def _carry_state(
     """Return the states before all chunks, (B, H, N, K, V), and the state after the last one.
 
     Args:
-        new: Changes within each chunk if the state before it is zero, (B, H, N, C, V).
-        removed: What they lose for each state before the chunk, (B, H, N, C, K). None: nothing.
-        written: Keys, decayed to the end of the chunk, (B, H, N, K, C).
-        whole: What remains of the state after a chunk, (B, H, N, 1 or K, 1).
-        state: See `linear_attention`.
+        new: changes within each chunk if the state before it is zero, (B, H, N, C, V).
+        removed: what they lose for each state before the chunk, (B, H, N, C, K). None: nothing.
+        written: keys, decayed to the end of the chunk, (B, H, N, K, C).
+        whole: what remains of the state after a chunk, (B, H, N, 1 or K, 1).
+        state: see `linear_attention`.
     """
     v_size, shape = new.shape[-1], (*new.shape[:2], written.shape[-2], -1)
     current = state.to(new) if isinstance(state, Tensor) else new.new_zeros(*shape[:-1], v_size)
@@ -207,9 +205,9 @@ def _decayed_products(rows: Tensor, keys: Tensor, gates: Tensor) -> Tensor:
     """Return the products of each row with the keys up to its position, each decayed by the gates after the key.
 
     Args:
-        rows: Queries or keys, (..., C, K).
-        keys: Keys, (..., C, K).
-        gates: Gates, (..., C, K), or (..., C, 1) for all channels.
+        rows: queries or keys, (..., C, K).
+        keys: keys, (..., C, K).
+        gates: gates, (..., C, K), or (..., C, 1) for all channels.
 
     Returns:
         The products, (..., C, C), which are zero above the diagonal.
@@ -224,9 +222,7 @@ def _decayed_products(rows: Tensor, keys: Tensor, gates: Tensor) -> Tensor:
     # Decays differ by channel. From the first half to the second, each is that to the middle times that from there.
     rows, keys, gates = (x.unflatten(-2, (2, -1)) for x in (rows, keys, gates))
     to_middle, from_middle = _sum_after(gates[..., 0, :, :]), gates[..., 1, :, :].cumsum(dim=-2)
-    across = (rows[..., 1, :, :] * from_middle.exp()) @ (
-        keys[..., 0, :, :] * to_middle.exp()
-    ).mT
+    across = (rows[..., 1, :, :] * from_middle.exp()) @ (keys[..., 0, :, :] * to_middle.exp()).mT
     first, second = _decayed_products(rows, keys, gates).unbind(dim=-3)
     top = torch.cat([first, torch.zeros_like(across)], dim=-1)
     return torch.cat([top, torch.cat([across, second], dim=-1)], dim=-2)

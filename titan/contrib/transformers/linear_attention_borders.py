@@ -147,7 +147,7 @@ class Bordered(SequenceModule):
 
 
 def pass_through(linear: Tensor, state: Tensor) -> Tensor:
-    """Return what the linear map of a piece makes of a state, (..., K, V).
+    """Apply the linear map of a piece to a state, (..., K, V).
 
     Args:
         linear: the map, (..., K, K), or its diagonal, (..., K, 1).

@@ -51,9 +51,7 @@ def is_installed() -> bool:
     # Its backward pass is wrong on Hopper with these versions of Triton, and it raises an error there (its issue 640).
     is_refused = (
         compute_capability("cuda")[0] == 9
-        and (3, 4)
-        <= (triton := tuple(map(int, re.findall(r"\d+", version("triton")))))
-        < (3, 7, 1)
+        and (3, 4) <= (triton := tuple(map(int, re.findall(r"\d+", version("triton"))))) < (3, 7, 1)
         and find_spec("tilelang") is None
     )
     if is_refused:
@@ -79,14 +77,14 @@ def attend_with_kernel(
     """Compute linear attention by a kernel, as titan/contrib/transformers/linear_attention.py does in plain torch.
 
     Args:
-        q_BGSK: Queries.
-        k_BGSK: Keys.
-        v_BHSV: Values, in 16 bits.
-        gates: Logarithms of what remains of the state, (B, H, S) or (B, H, S, K). None: all remains.
-        betas_BHS: Strengths of the delta rule. None: no delta rule.
-        scale: Factor of the output.
-        starts_BS: Whether a document starts at a position, bool. None: no documents.
-        state: State before the first position, or the function that returns it (see `State`).
+        q_BGSK: queries.
+        k_BGSK: keys.
+        v_BHSV: values, in 16 bits.
+        gates: logarithms of what remains of the state, (B, H, S) or (B, H, S, K). None: all remains.
+        betas_BHS: strengths of the delta rule. None: no delta rule.
+        scale: factor of the output.
+        starts_BS: whether a document starts at a position, bool. None: no documents.
+        state: state before the first position, or the function that returns it (see `State`).
 
     Returns:
         The output, (B, H, S, V), and the state after the last position, (B, H, K, V), in fp32.

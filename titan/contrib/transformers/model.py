@@ -96,9 +96,7 @@ class TransformersModel(nn.Module):
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
         hf.config._attn_implementation = attention.RUN
 
-    def _try_heads(
-        self, probe: list[Part], given: dict[str, str]
-    ) -> tuple[dict[str, str], str]:
+    def _try_heads(self, probe: list[Part], given: dict[str, str]) -> tuple[dict[str, str], str]:
         """Return the tensor-parallel plan, and why there is none, or "".
 
         Code that does not run with a part of the heads gets all of them, as from a fused matrix.
@@ -136,9 +134,9 @@ class TransformersModel(nn.Module):
         """Compute logits.
 
         Args:
-            tokens_BS: Ids, int64, or on a later pipeline stage the previous stage's activations, (B, S, D).
-            positions_BS: Positions, int64 (B, S) or (S,). None: 0 .. S-1.
-            document_ids_BS: See InnerAttention. None: one document.
+            tokens_BS: ids, int64, or on a later pipeline stage the previous stage's activations, (B, S, D).
+            positions_BS: positions, int64 (B, S) or (S,). None: 0 .. S-1.
+            document_ids_BS: see InnerAttention. None: one document.
 
         Returns:
             Logits, (B, S, V), or on an earlier stage the activations, (B, S, D).
@@ -347,7 +345,5 @@ def _table_positions(model: TransformersModel) -> int:
     # Some tables have rows for padding before the first position.
     lengths = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     lengths -= {model.tok_embeddings.num_embeddings}  # pyrefly: ignore[missing-attribute]
-    lengths |= {
-        length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape
-    }
+    lengths |= {length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape}
     return limit if lengths & {*range(limit, limit + 8)} else 0

@@ -47,7 +47,7 @@ def resolve(section: Any) -> tuple[TransformersConfig | None, list[tuple[str, st
 
 @cache
 def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelSource:
-    """Return what a model is built from, without its plan.
+    """Return the source of a model, without its plan.
 
     Args:
         path: folder or config.json, or "".
@@ -228,9 +228,7 @@ def _merged(fields: Fields, changes: Fields, config: Any, table: str = "") -> Fi
         )
         if key not in known and not is_field:
             where = f"{table[:-1]} in the" if table else "the"
-            message = (
-                f"{where} config of {config.model_type} has no such field{hint(key, known)}"
-            )
+            message = f"{where} config of {config.model_type} has no such field{hint(key, known)}"
             raise WrongKeyError((f"model.overrides.{table}{key}", message))
         before = fields.get(key)
         if isinstance(before, dict) != isinstance(value, dict) and before is not None:

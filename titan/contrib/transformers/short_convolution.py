@@ -25,11 +25,11 @@ def short_convolution(
     """Return the output of a causal depthwise convolution without activation, (B, S, D).
 
     Args:
-        x_BSD: Input.
-        weight_DW: Factors of a position and the W - 1 positions before it, its own the last.
-        bias_D: Bias of each channel, or None.
-        borders: Borders of this rank's part of the sequence.
-        document_ids_BS: Numbers of the documents that are packed into each sequence, int64, or
+        x_BSD: input.
+        weight_DW: factors of a position and the W - 1 positions before it, its own the last.
+        bias_D: bias of each channel, or None.
+        borders: borders of this rank's part of the sequence.
+        document_ids_BS: numbers of the documents that are packed into each sequence, int64, or
             their `DocumentMask`. A position sees its own document only. None: no documents.
 
     Raises:

@@ -15,8 +15,8 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     """Return the keys of a job with small values: fields of config.json, in which ratios and kinds of layers stay.
 
     Args:
-        sizes: The model's sizes.
-        n_layers: The number of layers. None: the least with a layer of each kind.
+        sizes: the model's sizes.
+        n_layers: the number of layers. None: the least with a layer of each kind.
     """
     content = json.loads(sizes.source.hf)
     ratio = min(sizes.n_heads // max(1, sizes.n_kv_heads), 8)
@@ -35,9 +35,7 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     overrides: dict[str, Any] = {}
     for name, value in wanted.items():
         for key in NAMES[name]:
-            if (
-                _is_number(content.get(key)) and content[key]
-            ):  # 0 is turned off, such as a window
+            if _is_number(content.get(key)) and content[key]:  # 0 is turned off, such as a window
                 overrides[key] = value
     for key, value in FIELDS["small_fields"].items():
         if _is_number(content.get(key)):

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        argv: Arguments. None: those of the process.
+        argv: arguments. None: those of the process.
 
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
@@ -68,7 +68,7 @@ def open_runs(paths: list[Path]) -> list[RunReader]:
     """Return a reader for each run.
 
     Args:
-        paths: Folders of runs.
+        paths: folders of runs.
 
     Raises:
         InputError: A folder is not the folder of a run.

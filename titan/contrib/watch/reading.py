@@ -70,10 +70,10 @@ class RunReader:
     """Reader of one run's folder.
 
     Attributes:
-        folder: Folder of the run.
-        name: Name of the run on the page.
-        metrics: Rows of metrics.jsonl, thinned to about `limit`.
-        events: Rows of events.jsonl.
+        folder: folder of the run.
+        name: name of the run on the page.
+        metrics: rows of metrics.jsonl, thinned to about `limit`.
+        events: rows of events.jsonl.
     """
 
     def __init__(self, folder: Path, *, name: str, limit: int = MAX_ROWS) -> None:
@@ -81,9 +81,9 @@ class RunReader:
         """Open the folder of a run.
 
         Args:
-            folder: Folder of the run.
-            name: Name of the run on the page.
-            limit: Approximate number of rows to keep.
+            folder: folder of the run.
+            name: name of the run on the page.
+            limit: approximate number of rows to keep.
 
         Raises:
             InputError: It is not the folder of a run.
@@ -104,8 +104,8 @@ class RunReader:
         """Return the answer to a client's poll.
 
         Args:
-            generation: Generation of the client's rows.
-            since: Number of rows that the client has.
+            generation: generation of the client's rows.
+            since: number of rows that the client has.
 
         Returns:
             Facts of the run and the rows after `since`, or all rows if the generation has changed.
@@ -123,9 +123,7 @@ class RunReader:
         status = self._small(STATUS, json.loads)
         account = self.events.rows[-1] if self.events.rows else {}
         # Events and status have the account of time up to them, and the newest is the longest.
-        accounts = [
-            row["seconds"] for row in (status, account) if is_account(row.get("seconds"))
-        ]
+        accounts = [row["seconds"] for row in (status, account) if is_account(row.get("seconds"))]
         seconds = max(accounts, key=lambda parts: sum(parts.values()), default={})
         return {
             "name": self.name,
@@ -142,9 +140,7 @@ class RunReader:
             "stragglers": sorted(self.events.slow),
             "drift": self.events.drift,
             "starts": list(self.events.starts),
-            "events": [
-                {k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows
-            ],
+            "events": [{k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows],
             "seconds": seconds,
             "restarts": account.get("restarts"),
             "lost_steps": account.get("lost_steps"),
@@ -177,9 +173,9 @@ class RunReader:
         """Return the content of a small file, which is read again only if it has changed.
 
         Args:
-            name: Name of the file.
-            load: Function that parses the file's bytes.
-            keep: Function that selects the content for the page, by default all numbers and texts. It may raise ValueError.
+            name: name of the file.
+            load: function that parses the file's bytes.
+            keep: function that selects the content for the page, by default all numbers and texts. It may raise ValueError.
 
         Returns:
             The content. A damaged file gives {} and a line in `problems`.
@@ -226,10 +222,10 @@ class EventFile(LineFile):
     """Newest events of a run, its restarts, its slow ranks, and its present drift.
 
     Attributes:
-        rows: The newest events.
-        starts: Steps at which the run started again.
-        slow: Ranks that are slow now.
-        drift: Text of the drift that is reported now, or "".
+        rows: the newest events.
+        starts: steps at which the run started again.
+        slow: ranks that are slow now.
+        drift: text of the drift that is reported now, or "".
     """
 
     def __init__(self, path: Path, *, limit: int) -> None:
@@ -276,8 +272,8 @@ def scalars(row: Row, *, nested: bool = False) -> Row:
     """Return a row's numbers and its texts, cut to a maximum length.
 
     Args:
-        row: The row.
-        nested: Keep one level of objects, and the first text of a list. Other values are dropped.
+        row: the row.
+        nested: keep one level of objects, and the first text of a list. Other values are dropped.
     """
     kept: Row = {}
     # Keys are cut in number and length, too: a file of a run may be anyone's.
@@ -297,7 +293,7 @@ def expert_table(content: Row) -> Row:
     """Return the numbers of an experts.json: step, layers, and the loads of each layer as a list.
 
     Args:
-        content: The parsed file.
+        content: the parsed file.
 
     Raises:
         ValueError: It has no table of loads, or a very large table.
@@ -318,15 +314,13 @@ def sample_texts(content: Row) -> Row:
     """Return the texts of a samples.json: step, and pairs of a prompt and its continuation.
 
     Args:
-        content: The parsed file.
+        content: the parsed file.
 
     Raises:
         ValueError: It has no pairs of texts.
     """
     texts = content.get("texts")
-    if not isinstance(texts, list) or not all(
-        isinstance(p, list) and len(p) == 2 for p in texts
-    ):
+    if not isinstance(texts, list) or not all(isinstance(p, list) and len(p) == 2 for p in texts):
         raise ValueError("no pairs of texts")
     pairs = [[str(text)[:_MAX_TEXT] for text in pair] for pair in texts[:_MAX_KEYS]]
     return {"step": number(content.get("step")), "texts": pairs}
@@ -336,8 +330,8 @@ def read_all(readers: Sequence[RunReader], positions: Sequence[tuple[int, int]] 
     """Return the answer to a poll.
 
     Args:
-        readers: Readers of the runs.
-        positions: Generation and number of rows that the client has of each run.
+        readers: readers of the runs.
+        positions: generation and number of rows that the client has of each run.
     """
     known = [*positions, *[(0, 0)] * len(readers)][: len(readers)]
     runs = [r.data(generation=g, since=n) for r, (g, n) in zip(readers, known, strict=True)]

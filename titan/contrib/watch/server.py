@@ -49,9 +49,9 @@ class Server(ThreadingHTTPServer):
     """HTTP server of the live page of some runs.
 
     Attributes:
-        readers: Readers of the runs.
-        host: Address that the server listens on.
-        lock: Lock of the readers, since each request has its own thread.
+        readers: readers of the runs.
+        host: address that the server listens on.
+        lock: lock of the readers, since each request has its own thread.
     """
 
     # An open connection must not keep the process alive.
@@ -61,9 +61,9 @@ class Server(ThreadingHTTPServer):
         """Listen on an address.
 
         Args:
-            readers: Readers of the runs.
-            host: Address to listen on.
-            port: Port to listen on. 0 takes a free port, `server_port`.
+            readers: readers of the runs.
+            host: address to listen on.
+            port: port to listen on. 0 takes a free port, `server_port`.
 
         Raises:
             OSError: The port is taken.

@@ -143,9 +143,7 @@ class Certifier:
         for certify in parts_of(CertifySource):
             if row := certify(self):
                 return row
-        return CertifiedLayout(
-            name="source", verdict="unknown", reason="nothing installed has it"
-        )
+        return CertifiedLayout(name="source", verdict="unknown", reason="nothing installed has it")
 
     def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
         """Return the verdict about a layout.
@@ -206,9 +204,7 @@ class Certifier:
             return "", "", {}
         small = changed(self.small, self._keys(degrees))
         for n_layers in range(small.model.sizes.n_layers, depth + 1):
-            if wrong.keys().isdisjoint(
-                _starts(stage_split(small, num_layers=n_layers).modules)
-            ):
+            if wrong.keys().isdisjoint(_starts(stage_split(small, num_layers=n_layers).modules)):
                 break
         return "", f"not to be cut before {', '.join(wrong)}", self._deep(n_layers)
 
@@ -277,8 +273,7 @@ class Certifier:
         off = {"compile.enable": False}
         two = self.run(changed(small, off), world, recorded=True)[0]
         one, moved = (
-            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0]
-            for seed in (0, 1)
+            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0] for seed in (0, 1)
         )
         module = compare(one["recorded"], two["recorded"], moved["recorded"]).first
         if why := parameters_only(one["recorded"]):
@@ -288,7 +283,7 @@ class Certifier:
     def run(
         self, config: JobConfig, world: int, *, recorded: bool = False, perturbed: int = 0
     ) -> list[dict[str, Any]]:
-        """Return what the ranks computed. One process runs each job once."""
+        """Return the results of the ranks. One process runs each job once."""
         key = f"{world} {recorded} {perturbed} {config.model_dump_json()}"
         if key not in self.runs or world > 1:
             self.runs[key] = self.pool.run(world, self.program, config, recorded, perturbed)

@@ -37,7 +37,7 @@ class RankError:
     Attributes:
         text: its traceback.
         line: type and message, in one line.
-        refuses: whether it is the user's to mend.
+        refuses: whether the user can fix it.
         follows: whether it only says that another rank has gone.
     """
 
@@ -127,7 +127,7 @@ class Pool:
 
 
 def _receive(ranks: list[tuple[Any, Any]]) -> dict[int, Any]:
-    """Return what each rank sent, in the order of their ends, since a failure may cause others.
+    """Return the messages of the ranks in the order of their ends, since a failure may cause others.
 
     After a failure, give the others a moment to say what they saw.
 
@@ -161,9 +161,7 @@ def _death(rank: int, process: Any) -> RankError:
     return RankError(text, text)
 
 
-def _work(
-    connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes
-) -> None:
+def _work(connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes) -> None:
     die_with_command()
     import torch
     import torch.distributed as dist

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from titan.base.untrusted import InputError, read_bytes
-from titan.checkpoint.identity import change_lines, differing, freedom, saved_settings
+from titan.checkpoint.identity import change_lines, differing, saved_settings
 from titan.config.load import load_from_argv
 from titan.config.options import mistake, put_json
 from titan.config.phases import DEGREES
@@ -77,9 +77,7 @@ def main(argv: list[str]) -> int:
     return int(bool(found.differences))
 
 
-def _check_spread(
-    a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path
-) -> None:
+def _check_spread(a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path) -> None:
     """Raise InputError if a run is no disturbed run of A's job."""
     found, steps = compare(a, spread), {step.step for step in a}
     far = sum(difference.ratio > _ANOTHER for difference in found.differences)
@@ -87,9 +85,7 @@ def _check_spread(
     is_disturbed = found.worst or found.differences
     if not (is_whole and is_disturbed) or 2 * far > found.compared:
         why = "it has other steps, tensors, weights or samples, or equal bits"
-        raise InputError(
-            f"--spread: {folder} is no run of A's job with record_perturbed: {why}"
-        )
+        raise InputError(f"--spread: {folder} is no run of A's job with record_perturbed: {why}")
 
 
 def report(found: Comparison, *, measured: bool) -> list[str]:
@@ -170,7 +166,7 @@ def differing_keys(a: str, b: str, names: str = "A and B") -> list[str]:
 def _short(config: JobConfig, steps: int, *, perturbed: bool) -> list[str]:
     """Return the keys that make a job a short one that records its steps."""
     total = config.lr_scheduler.total_steps or config.training.steps
-    # A checkpoint carries a run over the border of its layouts.
+    # A checkpoint carries a run over a change of its layout.
     saves = any(p.model_dump(include=DEGREES, exclude_none=True) for p in config.phase)
     return [
         *(f"--{key}=false" for key in _OFF),

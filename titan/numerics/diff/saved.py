@@ -109,7 +109,7 @@ def compare_steps(
 
 
 def _facts(step: Location) -> dict[str, list[Any]]:
-    """Return what titan.json says, but for the job, its row of metrics and the place of a tokenizer."""
+    """Return the content of titan.json without the job, its row of metrics and the place of a tokenizer."""
     facts = {k: v for k, v in read_metadata(step).items() if k not in ("config", "metrics")}
     return {name: found for name, found in values(facts).items() if not name.endswith(".file")}
 

@@ -201,7 +201,7 @@ def _job_lines(job: JobConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _outlook(found: Mapping[str, Any]) -> str:
-    """Return what the run loses and gains, in words."""
+    """Describe the losses and gains of the run."""
     text = f"{found['again']:,} steps since step {found['step']:,} will be trained again"
     if speed := found["new"]["tokens_per_s"]:
         text += f"; {speed:,.0f} tokens/s"

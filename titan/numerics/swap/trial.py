@@ -113,7 +113,7 @@ class SwapTrial:
 
     @property
     def left_out(self) -> list[str]:
-        """Return what is not compared, in words."""
+        """Describe the parts that are not compared."""
         found = [f"steps after {self.last:,}", "validation", "the saves of the new job"]
         old = self._trained("old", self.old, {})
         if max(step.grad_norm for step in old.recorded) <= self.old.config.training.max_norm:
@@ -183,7 +183,7 @@ class SwapTrial:
 
 
 def _facts(run: Records) -> tuple[object, ...]:
-    """Return what decides how a run rounds, but for its job."""
+    """Return the facts that decide how a run rounds, except its job."""
     step = run.recorded[0]
     return step.about["torch"], step.about["host"], step.computes_in, step.axes
 

@@ -74,9 +74,9 @@ def declare(kernels: Any, fallbacks: Any, device_type: str) -> None:
     """Declare the casts of a device.
 
     Args:
-        kernels: Library of aten's kernels.
-        fallbacks: Library of the namespace "_". All other operators run as they are.
-        device_type: Device type, as torch.autocast takes it.
+        kernels: library of aten's kernels.
+        fallbacks: library of the namespace "_". All other operators run as they are.
+        device_type: device type, as torch.autocast takes it.
     """
     fallbacks.fallback(torch.library.fallthrough_kernel, _KEY)
     for names, call in (

@@ -61,11 +61,11 @@ class Shape:
     """Shape, strides and memory of a tensor.
 
     Attributes:
-        dtype: Data type.
-        shape: Lengths of the dimensions.
-        stride: Strides in elements.
-        offset: First element within the memory.
-        num_bytes: Size of the memory.
+        dtype: data type.
+        shape: lengths of the dimensions.
+        stride: strides in elements.
+        offset: first element within the memory.
+        num_bytes: size of the memory.
     """
 
     dtype: torch.dtype
@@ -113,10 +113,10 @@ class Output:
     """Tensor that a recorded part of a program returned.
 
     Attributes:
-        memory: Place of its memory: ("block", number) of a recorded allocation. Of a program also
+        memory: place of its memory: ("block", number) of a recorded allocation. Of a program also
             ("input", number) if it is an input, and ("part", number) if it shares an input's memory.
-        shape: Its shape.
-        requires_grad: Whether it requires a gradient.
+        shape: its shape.
+        requires_grad: whether it requires a gradient.
     """
 
     memory: tuple[str, int]
@@ -128,10 +128,10 @@ class Repetition:
     """Emission of recorded events with new numbers.
 
     Attributes:
-        shift: Distance of the rank that recorded the events from this process's rank.
-        made: New blocks, by the numbers of the recorded ones.
-        numbers: New events and works, by the recorded ones.
-        held: Tensors in new blocks, each with the entry that follows its memory.
+        shift: distance of the rank that recorded the events from this process's rank.
+        made: new blocks, by the numbers of the recorded ones.
+        numbers: new events and works, by the recorded ones.
+        held: tensors in new blocks, each with the entry that follows its memory.
     """
 
     def __init__(self, tracer: Tracer, shift: int) -> None:
@@ -144,8 +144,8 @@ class Repetition:
         """Record an event again.
 
         Args:
-            event: The recorded event.
-            scope: Scope of the new event.
+            event: the recorded event.
+            scope: scope of the new event.
         """
         tracer, transfers, key = self.tracer, self.tracer.transfers, number_of(event)
         match event:
@@ -192,10 +192,10 @@ class _RecordedRun:
     """Record of one run of a program.
 
     Attributes:
-        shift: Distance of the rank that ran it from this process's rank.
-        scope: Scope in which it ran.
-        log: In order: events, and lists of inputs that are released at this point.
-        outputs: Outputs. A value that is no tensor stands for itself.
+        shift: distance of the rank that ran it from this process's rank.
+        scope: scope in which it ran.
+        log: in order: events, and lists of inputs that are released at this point.
+        outputs: outputs. A value that is no tensor stands for itself.
     """
 
     shift: int
@@ -208,7 +208,7 @@ class RecordedProgram:
     """Compiled program under a tracer.
 
     Attributes:
-        call: The program. It takes its inputs in a list, which it empties.
+        call: the program. It takes its inputs in a list, which it empties.
     """
 
     def __init__(self, tracer: Tracer, call: Callable[[list[Any]], Any]) -> None:
@@ -365,8 +365,8 @@ def _kind(value: Any, first: dict[int, int]) -> Any:
     """Return the properties of an input that the run depends on.
 
     Args:
-        value: The input.
-        first: First input at each address.
+        value: the input.
+        first: first input at each address.
     """
     if not isinstance(value, Tensor):
         return value

@@ -22,8 +22,8 @@ def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None
     """Replace the counts of tokens by an assumption, for the life of the process.
 
     Args:
-        busiest: Number of tokens that arrive, as a multiple of the number of tokens sent.
-        record: Receives the host's waits for the counts.
+        busiest: number of tokens that arrive, as a multiple of the number of tokens sent.
+        record: receives the host's waits for the counts.
     """
 
     def wait() -> None:

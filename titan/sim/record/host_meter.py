@@ -50,7 +50,9 @@ CALL, OPERATION = 0.6, 2.5
 to twelve jobs on a server's x86 core, whose parts they miss by 16% in the mean."""
 UPDATE_CALL = 0.24
 """The same for a call while gradients are clipped and weights updated, where operations take lists of tensors."""
-_LARGEST = 20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
+_LARGEST = (
+    20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
+)
 _HOOKS = {
     "_fsdp_state.FSDPState": (
         "_pre_forward",
@@ -66,9 +68,9 @@ class HostMeter:
     """Counts of the host's work, charged to the part of the program that runs.
 
     Attributes:
-        part: Part that runs now.
-        python: Calls of Python functions by part, while `profile` is the thread's profiler.
-        calls: Number of calls of blocks, without recomputations.
+        part: part that runs now.
+        python: calls of Python functions by part, while `profile` is the thread's profiler.
+        calls: number of calls of blocks, without recomputations.
     """
 
     def __init__(self) -> None:
@@ -103,9 +105,7 @@ class HostMeter:
             def metered(*args: Any, **kwargs: Any) -> Any:
                 now = part
                 if part == "hooks":
-                    now = (
-                        f"{self.part.split()[0]} hooks" if _serves_block(args[0]) else self.part
-                    )
+                    now = f"{self.part.split()[0]} hooks" if _serves_block(args[0]) else self.part
                 with self.within(now):
                     return function(*args, **kwargs)
 
@@ -172,9 +172,7 @@ class HostMeter:
 
 def _serves_block(owner: Any) -> bool:
     """Return whether FSDP's object, a state or its group, shards a block."""
-    one = getattr(
-        owner, "_fsdp_param_group", owner
-    )  # a state of torch before 2.12 has one group
+    one = getattr(owner, "_fsdp_param_group", owner)  # a state of torch before 2.12 has one group
     groups = getattr(owner, "_fsdp_param_groups", [one])
     first = next((g._module_fqn or "" for g in groups if hasattr(g, "_module_fqn")), "")
     first = first.partition(",")[0]
@@ -185,9 +183,9 @@ class Census(TorchDispatchMode):
     """Dispatch mode that counts a step's operations by part.
 
     Attributes:
-        meter: Knows the part that runs.
-        operations: Operations by part, views included.
-        events: Those that a trace has as events. An operation over lists of tensors counts for each tensor.
+        meter: knows the part that runs.
+        operations: operations by part, views included.
+        events: those that a trace has as events. An operation over lists of tensors counts for each tensor.
     """
 
     def __init__(self, meter: HostMeter) -> None:
@@ -213,7 +211,7 @@ class Census(TorchDispatchMode):
 
 
 def count_job(config: JobConfig, layout: Layout) -> dict[str, float]:
-    """Return the host's pace in a tiny job, in a process of its own.
+    """Return the host's pace in a tiny job, in a separate process.
 
     Raises:
         ValueError: The job is not tiny.
@@ -234,7 +232,7 @@ def count(build: Callable[[], Program]) -> dict[str, float]:
     """Return the host's pace by part, in tiny operations.
 
     Args:
-        build: Builds the program, with tiny sizes, on CPU tensors. The process group is there.
+        build: builds the program, with tiny sizes, on CPU tensors. The process group is there.
     """
     torch.set_num_threads(1)
     meter = HostMeter()
@@ -268,10 +266,10 @@ def paces(
     """Return the pace of each part in tiny operations.
 
     Args:
-        python: Calls of Python functions by part.
-        operations: Operations by part.
-        events: Number of events by part.
-        calls: Number of calls of blocks.
+        python: calls of Python functions by part.
+        operations: operations by part.
+        events: number of events by part.
+        calls: number of calls of blocks.
     """
     work: dict[str, float] = {}
     for part, number in python.items():

@@ -66,12 +66,10 @@ class SilentKernel(TritonKernel):
         cache reads them once in each of its loops.
 
         Args:
-            node: The scheduler's node of the kernel, of known sizes.
-            reads: Whether to count reads.
+            node: the scheduler's node of the kernel, of known sizes.
+            reads: whether to count reads.
         """
-        buffers = node.get_read_write_buffer_accesses(
-            include_reads=reads, include_writes=not reads
-        )
+        buffers = node.get_read_write_buffer_accesses(include_reads=reads, include_writes=not reads)
         places = node.read_writes.reads if reads else node.read_writes.writes
         accesses = Counter(place.name for place in places)
         points = prod(self.numels.values())
@@ -104,13 +102,9 @@ class SilentKernel(TritonKernel):
         for index in self.indices:
             symbols = [s for s in index.free_symbols if s in self.range_tree_nodes]
             tiles = [self.range_tree_nodes[s].root.prefix for s in symbols]
-            if {"x", "y"} <= {
-                *tiles
-            }:  # another index is that of a vector, which all tiles share
+            if {"x", "y"} <= {*tiles}:  # another index is that of a vector, which all tiles share
                 strides = V.graph.sizevars.stride_hints(index, symbols)
-                along |= {
-                    tile for tile, stride in zip(tiles, strides, strict=True) if stride == 1
-                }
+                along |= {tile for tile, stride in zip(tiles, strides, strict=True) if stride == 1}
         return {"x", "y"} <= along
 
     def codegen_kernel(self, name: str | None = None) -> str:
@@ -164,9 +158,9 @@ def register_device(name: str, scheduling: type, wrapper: type) -> None:
     """Register the device with Dynamo and Inductor as a GPU.
 
     Args:
-        name: Device type.
+        name: device type.
         scheduling: Inductor's scheduling class.
-        wrapper: Class that writes Inductor's program.
+        wrapper: class that writes Inductor's program.
     """
     find("torch._dynamo.device_interface", "register_interface_for_device")(name, _Device)
     find(_common, "init_backend_registration")()
@@ -293,9 +287,7 @@ def write_program(
 class _OnHost(TorchDispatchMode):
     """Dispatch mode that makes new tensors on the host, whatever device is asked for."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -57,10 +57,10 @@ class _Part:
     """Record of one part of a microbatch.
 
     Attributes:
-        events: Events, with numbers that count from the microbatch's beginning, outside of actions
+        events: events, with numbers that count from the microbatch's beginning, outside of actions
             and categories.
-        returned: Return value of the part, with Outputs in place of tensors.
-        recorded: Allocations as they were recorded, whose categories are known late.
+        returned: return value of the part, with Outputs in place of tensors.
+        recorded: allocations as they were recorded, whose categories are known late.
     """
 
     events: list[Event]
@@ -77,16 +77,16 @@ class Microbatches:
     """Repetition of the microbatches of one program's stages.
 
     Attributes:
-        failure: Reason why the program cannot be recorded like this, or an empty text.
-        turns: Microbatches in their order, by stage and part.
+        failure: reason why the program cannot be recorded like this, or an empty text.
+        turns: microbatches in their order, by stage and part.
     """
 
     def __init__(self, tracer: Tracer, order: Sequence[Any]) -> None:
         """Begin to record a program.
 
         Args:
-            tracer: The tracer that records the program.
-            order: The rank's actions in a step. Each has a stage, a kind and a microbatch.
+            tracer: the tracer that records the program.
+            order: the rank's actions in a step. Each has a stage, a kind and a microbatch.
         """
         self.tracer, self.failure = tracer, ""
         self.turns: dict[tuple[int, str], list[int]] = {}
@@ -106,7 +106,7 @@ class Microbatches:
 
         Args:
             part: "F", "L" or "B".
-            function: Runs the part.
+            function: runs the part.
 
         Raises:
             CannotRepeat: The microbatches of this stage differ.
@@ -167,10 +167,10 @@ class Microbatches:
         """Return the record of a part that has run.
 
         Args:
-            events: Its events.
-            numbers: Numbers within the microbatch so far, by those within the program. New ones are
+            events: its events.
+            numbers: numbers within the microbatch so far, by those within the program. New ones are
                 added.
-            result: Return value of the part.
+            result: return value of the part.
         """
         local: list[Event] = []
         for event in events:

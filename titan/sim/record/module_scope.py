@@ -27,18 +27,18 @@ class ScopeTracker:
     """Current scope of a recording.
 
     Attributes:
-        phase: Phase of the step.
-        action: Pipeline action, such as "2F0".
-        call: Operation of a block that is recomputed operation by operation.
-        fsdp: Module that FSDP communicates for, and whether it reduces gradients.
-        on_backward: Called when a backward pass begins.
+        phase: phase of the step.
+        action: pipeline action, such as "2F0".
+        call: operation of a block that is recomputed operation by operation.
+        fsdp: module that FSDP communicates for, and whether it reduces gradients.
+        on_backward: called when a backward pass begins.
     """
 
     def __init__(self, on_backward: Callable[[], None]) -> None:
         """Track nothing yet.
 
         Args:
-            on_backward: Called when a backward pass begins.
+            on_backward: called when a backward pass begins.
         """
         self.phase: Phase = "setup"
         self.action = ""

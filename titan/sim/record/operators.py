@@ -116,12 +116,12 @@ class Operator:
     """Operator of torch.
 
     Attributes:
-        func: The overload.
-        name: Its name with the namespace.
-        kind: Kind of its kernel; None if it runs no kernel.
-        makes: Whether its result may be new memory.
-        written: Names of the arguments that it writes to.
-        updates: Whether it only updates lists of tensors, so that it has no result.
+        func: the overload.
+        name: its name with the namespace.
+        kind: kind of its kernel; None if it runs no kernel.
+        makes: whether its result may be new memory.
+        written: names of the arguments that it writes to.
+        updates: whether it only updates lists of tensors, so that it has no result.
     """
 
     func: Any
@@ -140,9 +140,7 @@ def classify(func: Any) -> Operator:
     schema = func._schema
     name = func._opname
     arguments = schema.arguments
-    written = tuple(
-        a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
-    )
+    written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
     is_free = func.is_view or name in _FREE or func.namespace in _FREE_NAMESPACES
     kind = None if is_free else _kind(name)
     return Operator(
@@ -182,17 +180,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from tensors_in(value)
 
 
-def kernel_of(
-    op: Operator, args: Any, kwargs: Any, result: Any, *, host: Host = "eager"
-) -> Kernel:
+def kernel_of(op: Operator, args: Any, kwargs: Any, result: Any, *, host: Host = "eager") -> Kernel:
     """Return the kernel that a call launched.
 
     Args:
-        op: The operator.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        result: What the call returned.
-        host: Launcher of the kernel.
+        op: the operator.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        result: what the call returned.
+        host: launcher of the kernel.
     """
     inputs, outputs = list(tensors_in(args)), list(tensors_in([result]))
     named = list(tensors_in(kwargs.values())) if kwargs else []
@@ -389,9 +385,7 @@ def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     flat = largest if keepdim else _aten.squeeze.dims(largest, dims)
     # A row of -inf must give -inf, and not the nan of -inf - -inf.
     _aten.masked_fill_.Scalar(flat, _aten.eq.Scalar(_aten.abs.default(flat), math.inf), 0)
-    total = _aten.sum.dim_IntList(
-        _aten.exp_.default(_aten.sub.Tensor(x, largest)), dims, keepdim
-    )
+    total = _aten.sum.dim_IntList(_aten.exp_.default(_aten.sub.Tensor(x, largest)), dims, keepdim)
     return _aten.add_.Tensor(_aten.log_.default(total), flat)
 
 

@@ -36,21 +36,19 @@ class Program:
     """Program to record.
 
     Attributes:
-        parts: The model, or this rank's pipeline stages.
-        optimizers: Its optimizers.
-        train: Runs the step of a number.
-        clips: Places of the functions that clip gradients: a module, and a name in it.
+        parts: the model, or this rank's pipeline stages.
+        optimizers: its optimizers.
+        train: runs the step of a number.
+        clips: places of the functions that clip gradients: a module, and a name in it.
         pipeline: titan's pipeline, if the program has one.
-        needs_two: Whether a second step differs from the first.
-        tokens: Tokens of a step over all ranks, or 0.
+        needs_two: whether a second step differs from the first.
+        tokens: tokens of a step over all ranks, or 0.
     """
 
     parts: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     train: Callable[[int], Any]
-    clips: Sequence[tuple[Any, str]] = field(
-        default_factory=lambda: [(module, "clip_gradients")]
-    )
+    clips: Sequence[tuple[Any, str]] = field(default_factory=lambda: [(module, "clip_gradients")])
     pipeline: Any = None
     needs_two: bool = True
     tokens: int = 0
@@ -85,13 +83,13 @@ def record_program(
     """Return the trace of a rank in a step of a program. Errors of the program pass through.
 
     Args:
-        build: Builds the program.
-        rank: Global rank.
-        world_size: Number of ranks.
-        tracer: The tracer.
-        steps: Number of steps to run. The last one counts; the second of two is left out if it
+        build: builds the program.
+        rank: global rank.
+        world_size: number of ranks.
+        tracer: the tracer.
+        steps: number of steps to run. The last one counts; the second of two is left out if it
             would be like the first.
-        repeats: Whether to take such short cuts, and to repeat microbatches.
+        repeats: whether to take such short cuts, and to repeat microbatches.
     """
     trace = Trace(rank, world_size)
     tracer.begin()
@@ -192,8 +190,8 @@ class _Marks:
     """Marks of a program's clipping and updates, and of the memory of its gradients and states.
 
     Attributes:
-        owners: Module of each parameter and buffer.
-        without_gradient: Parameters that were updated without a gradient.
+        owners: module of each parameter and buffer.
+        without_gradient: parameters that were updated without a gradient.
     """
 
     def __init__(self, program: Program, tracer: Any) -> None:
@@ -218,9 +216,7 @@ class _Marks:
         if program.pipeline is not None:
             program.pipeline.loss_fn = wrap_part(self.tracer, program.pipeline.loss_fn, "L")
         with ExitStack() as replaced:
-            compiled_update = patch.object(
-                fused_adam, "_compiled", lambda *_: self._update_rows
-            )
+            compiled_update = patch.object(fused_adam, "_compiled", lambda *_: self._update_rows)
             replaced.enter_context(compiled_update)
             # A program finds the function by its module's global name, so replacing that is enough.
             for where, name in program.clips:

@@ -70,8 +70,8 @@ class Depth:
     """Blocks of one pipeline stage in the whole model.
 
     Attributes:
-        first: Number of the stage's first block.
-        count: Number of blocks in the stage.
+        first: number of the stage's first block.
+        count: number of blocks in the stage.
     """
 
     first: int
@@ -83,10 +83,10 @@ class Recorded:
     """Blocks of the recorded models.
 
     Attributes:
-        fewest: Blocks of each stage in the trace that shows what grows.
-        depth: Blocks of each stage in the trace whose blocks are repeated.
-        first: Blocks at the beginning of the first stage that differ from those after them.
-        last: Blocks at the end of a stage that differ from those before them.
+        fewest: blocks of each stage in the trace that shows what grows.
+        depth: blocks of each stage in the trace whose blocks are repeated.
+        first: blocks at the beginning of the first stage that differ from those after them.
+        last: blocks at the end of a stage that differ from those before them.
     """
 
     fewest: int
@@ -99,12 +99,12 @@ class Reference(NamedTuple):
     """Target of a reference, in a form that holds for any number of blocks.
 
     Attributes:
-        segment: Segment of the target.
-        number: Number of the target within its part.
-        from_end: Whether `distance` counts from the last block of the segment, not from the first.
-        relative: Whether the number of the referring event's own block is added, as if a series is
+        segment: segment of the target.
+        number: number of the target within its part.
+        from_end: whether `distance` counts from the last block of the segment, not from the first.
+        relative: whether the number of the referring event's own block is added, as if a series is
             freed in order or in reverse.
-        distance: Distance of the target's block. In a series, each event counts as a block.
+        distance: distance of the target's block. In a series, each event counts as a block.
     """
 
     segment: int
@@ -114,16 +114,14 @@ class Reference(NamedTuple):
     distance: int
 
 
-def repeat_blocks(
-    few: Trace, more: Trace, recorded: Recorded, stages: Sequence[Depth]
-) -> Trace:
+def repeat_blocks(few: Trace, more: Trace, recorded: Recorded, stages: Sequence[Depth]) -> Trace:
     """Return the trace of a rank of the whole model.
 
     Args:
-        few: The rank's trace with `recorded.fewest` blocks in every stage.
-        more: Its trace with `recorded.depth` blocks.
-        recorded: Blocks of the two traces.
-        stages: All stages of the whole model, each with at least `recorded.depth` blocks.
+        few: the rank's trace with `recorded.fewest` blocks in every stage.
+        more: its trace with `recorded.depth` blocks.
+        recorded: blocks of the two traces.
+        stages: all stages of the whole model, each with at least `recorded.depth` blocks.
 
     Raises:
         CannotRepeat: The traces do not repeat as they must.
@@ -135,12 +133,12 @@ class _Repetition:
     """Segments of a trace, and the trace of the whole model that follows from them.
 
     Attributes:
-        more: The trace whose blocks are repeated.
-        recorded: Blocks of the two traces.
-        stages: Blocks of each stage in the whole model.
-        fewest: For each segment outside of blocks, the same segment with the fewest blocks.
-        lengths: Number of parts of each segment in the whole model.
-        references: References of each segment, by part and event.
+        more: the trace whose blocks are repeated.
+        recorded: blocks of the two traces.
+        stages: blocks of each stage in the whole model.
+        fewest: for each segment outside of blocks, the same segment with the fewest blocks.
+        lengths: number of parts of each segment in the whole model.
+        references: references of each segment, by part and event.
     """
 
     def __init__(
@@ -163,9 +161,7 @@ class _Repetition:
                 segment.template = self._find_template(number, segment)
             else:
                 segment.template = len(segment.parts) - 1
-        self.references = [
-            self._references(n, segment) for n, segment in enumerate(more.segments)
-        ]
+        self.references = [self._references(n, segment) for n, segment in enumerate(more.segments)]
 
     def _fail(self, number: int, why: str) -> CannotRepeat:
         """Return the error of a segment, with its first event."""
@@ -175,9 +171,7 @@ class _Repetition:
 
     def _matched(self, few: ParsedTrace) -> dict[int, Segment]:
         """Return the segment with the fewest blocks for each segment that may grow."""
-        found = [
-            [n for n, s in enumerate(p.segments) if _may_grow(s)] for p in (few, self.more)
-        ]
+        found = [[n for n, s in enumerate(p.segments) if _may_grow(s)] for p in (few, self.more)]
         kinds = [
             [(p.segments[n].section, type(p.segments[n].parts[0][0])) for n in numbers]
             for p, numbers in zip((few, self.more), found, strict=True)
@@ -301,9 +295,7 @@ class _Repetition:
         # Parts whose references have one form: the template and its successor, or all of a series.
         alike = range(template, template + 2) if segment.direction else range(count)
         events = range(len(segment.parts[alike[0]]))
-        common = (
-            [self._common(EventId(number, alike[0], n)) for n in events] if count > 1 else []
-        )
+        common = [self._common(EventId(number, alike[0], n)) for n in events] if count > 1 else []
         forms = [form for form in common if isinstance(form, Reference)]
         near = {(f.segment, f.distance) for f in forms if f.relative and not f.from_end}
         return [
@@ -461,7 +453,5 @@ def _check_alike(trace: Trace, stages: Sequence[int], recorded: Recorded) -> Non
 
 def _may_grow(segment: Segment) -> bool:
     """Return whether a segment's numbers, or its length, may grow with the blocks."""
-    is_reference = any(
-        isinstance(e, Free | AwaitEvent | AwaitWork) for e in segment.parts[0][:1]
-    )
+    is_reference = any(isinstance(e, Free | AwaitEvent | AwaitWork) for e in segment.parts[0][:1])
     return not (segment.direction or segment.of_block or is_reference)

@@ -53,15 +53,15 @@ class Segment:
     """A layer pass, a series, or a single event.
 
     Attributes:
-        parts: Events of each block, in the order of their recording. Outside layer passes, one
+        parts: events of each block, in the order of their recording. Outside layer passes, one
             event for each part.
-        section: Section of the trace: "setup", "first_step" or "step".
-        stage: Pipeline stage of a layer pass; -1 for other segments.
+        section: section of the trace: "setup", "first_step" or "step".
+        stage: pipeline stage of a layer pass; -1 for other segments.
         direction: 1 for a layer pass from the first block to the last, -1 for the reverse; 0 for
             other segments.
-        series: Whether the parts are equal events outside of blocks.
-        of_block: Whether it is a single event of a block, and so does not grow.
-        template: Part to repeat in a deeper model; its successor is equal.
+        series: whether the parts are equal events outside of blocks.
+        of_block: whether it is a single event of a block, and so does not grow.
+        template: part to repeat in a deeper model; its successor is equal.
     """
 
     parts: list[list[Event]]
@@ -84,9 +84,9 @@ class EventId(NamedTuple):
     """Place of an event in a parsed trace.
 
     Attributes:
-        segment: Number of the segment.
-        part: Number of the part within the segment.
-        number: Number of the event within the part.
+        segment: number of the segment.
+        part: number of the part within the segment.
+        number: number of the event within the part.
     """
 
     segment: int
@@ -99,9 +99,9 @@ class ParsedTrace:
     """A trace in segments.
 
     Attributes:
-        depth: Number of blocks in each pipeline stage.
-        segments: All segments, in order.
-        targets: The event that each referring event refers to. A Free refers to its Allocate, for
+        depth: number of blocks in each pipeline stage.
+        segments: all segments, in order.
+        targets: the event that each referring event refers to. A Free refers to its Allocate, for
             example.
     """
 
@@ -109,19 +109,17 @@ class ParsedTrace:
     segments: list[Segment] = field(default_factory=list)
     targets: dict[EventId, EventId] = field(default_factory=dict)
 
-    def distance(
-        self, event: EventId, target: EventId, *, from_end: bool, relative: bool
-    ) -> int:
+    def distance(self, event: EventId, target: EventId, *, from_end: bool, relative: bool) -> int:
         """Return the distance of a target's block from an end of its segment.
 
         In a layer pass, blocks are numbered within their stage. In a series, each event counts as a
         block.
 
         Args:
-            event: The event that refers.
-            target: The event that it refers to.
-            from_end: Count from the last block of the target's segment, not from the first.
-            relative: Subtract the number of the event's own block.
+            event: the event that refers.
+            target: the event that it refers to.
+            from_end: count from the last block of the target's segment, not from the first.
+            relative: subtract the number of the event's own block.
         """
         own, other = self.segments[event.segment], self.segments[target.segment]
         block = other.block(target.part, len(other.parts))
@@ -227,9 +225,7 @@ def shape_of(event: Event) -> Any:
     return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]
 
 
-def _segments(
-    labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int
-) -> Iterator[Segment]:
+def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:
     """Cut consecutive events of one label into layer passes, and into single events if no pass is complete."""
     # Neighbouring events of one block make a run; a complete pass is one run for each block.
     runs: list[tuple[int, list[Event]]] = []

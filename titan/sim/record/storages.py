@@ -31,9 +31,9 @@ class _Storage:
     """Storage with memory.
 
     Attributes:
-        event: Its latest allocation; None while it has no memory.
-        ref: Weak reference that notices its end.
-        category: Its category, once known.
+        event: its latest allocation; None while it has no memory.
+        ref: weak reference that notices its end.
+        category: its category, once known.
     """
 
     __slots__ = ("category", "event", "ref")
@@ -47,9 +47,9 @@ class Storages:
     """All storages of a program.
 
     Attributes:
-        record: Receives events.
-        scope: Returns the current scope.
-        stream: Returns the current stream.
+        record: receives events.
+        scope: returns the current scope.
+        stream: returns the current stream.
     """
 
     def __init__(
@@ -168,11 +168,7 @@ class Storages:
     def categorize_new(self, category: Category) -> None:
         """Set the category of memory that was made since the last `begin`, still exists and has no category."""
         for entry in self._live.values():
-            if (
-                entry.event is not None
-                and entry.event.block in self._made
-                and not entry.category
-            ):
+            if entry.event is not None and entry.event.block in self._made and not entry.category:
                 made_in = entry.event.scope.phase
                 added_up = category == "activations" and made_in == "backward"
                 entry.category = entry.event.category = "gradients" if added_up else category

@@ -32,8 +32,8 @@ def find(module: str, name: str) -> Any:
     """Return a name of a module of torch.
 
     Args:
-        module: The module.
-        name: The name, which may be dotted.
+        module: the module.
+        name: the name, which may be dotted.
 
     Returns:
         The object.
@@ -56,9 +56,9 @@ def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
     """Replace a name of a module.
 
     Args:
-        module: The module.
-        name: The name, which may be dotted.
-        wrap: Returns the new object from the old one.
+        module: the module.
+        name: the name, which may be dotted.
+        wrap: returns the new object from the old one.
 
     Raises:
         MissingName: This torch has no such name.
@@ -101,9 +101,7 @@ def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> 
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor inside a fake tensor. torch.tensor(..., device=...) makes its data on the host first, as always."""
     _repair_addmm()
-    replace(
-        "torch._subclasses.fake_tensor", "FakeTensorMode._prep_args_for_hash", _hash_quickly
-    )
+    replace("torch._subclasses.fake_tensor", "FakeTensorMode._prep_args_for_hash", _hash_quickly)
     # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode
     # It makes the data of torch.tensor on the host, and moves the fake of it: a move of a number would need memory on the device.
@@ -162,7 +160,7 @@ _PLAIN_ARGUMENTS = {
 
 
 def _fields(tensor: Any) -> tuple[Any, ...] | None:
-    """Return what tells a fake tensor from others. None: it is not dense, has a value, or sizes that are not known."""
+    """Return the key that distinguishes a fake tensor. None: it is not dense, has a value, or sizes that are not known."""
     if tensor.layout is not torch.strided or tensor.constant is not None or tensor.is_quantized:
         return None
     num_bytes = tensor.untyped_storage().nbytes()
@@ -352,9 +350,7 @@ def fix_pipeline_shapes() -> None:
 
     schedules = "torch.distributed.pipelining.schedules"
     names = ("_warmup_p2p", "_initialize_pipeline_distributed_state")  # until 2.14, and since
-    name = next(
-        (n for n in names if hasattr(find(schedules, "_PipelineSchedule"), n)), names[-1]
-    )
+    name = next((n for n in names if hasattr(find(schedules, "_PipelineSchedule"), n)), names[-1])
     replace(schedules, f"_PipelineSchedule.{name}", lambda _: vote)
 
 

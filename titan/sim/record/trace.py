@@ -41,9 +41,7 @@ CollectiveKind = Literal[
 Host = Literal["eager", "compiled"]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
 # Purpose of memory; storages.py defines each category.
-Category = Literal[
-    "parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"
-]
+Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 RECURRENCE_CHUNK = 64
@@ -62,19 +60,19 @@ class Kernel:
 
     Attributes:
         name: torch's name ("aten::mm"), or "fused" and the fused operations.
-        kind: Kind, which decides the formula of its duration.
-        shapes: Shapes of the operands that the cost depends on. For an optimizer's operation over
+        kind: kind, which decides the formula of its duration.
+        shapes: shapes of the operands that the cost depends on. For an optimizer's operation over
             lists of tensors, the arguments of
         `list_launches`.
-        dtype: Data type of the first operand, as torch prints it without its "torch.".
-        flops: Multiplications and additions, causality not deducted.
-        read_bytes: Bytes that it reads.
-        write_bytes: Bytes that it writes.
-        host: Launcher of the kernel, which decides the host's time.
-        num_launches: Number of kernels that the operation is made of. A foreach over many tensors
+        dtype: data type of the first operand, as torch prints it without its "torch.".
+        flops: multiplications and additions, causality not deducted.
+        read_bytes: bytes that it reads.
+        write_bytes: bytes that it writes.
+        host: launcher of the kernel, which decides the host's time.
+        num_launches: number of kernels that the operation is made of. A foreach over many tensors
             runs in several.
-        causal: Whether attention has a causal mask.
-        transposes: Whether a fused kernel reads along one dimension and writes along another.
+        causal: whether attention has a causal mask.
+        transposes: whether a fused kernel reads along one dimension and writes along another.
     """
 
     name: str
@@ -137,10 +135,10 @@ class Scope:
     """Place in the program where an event happens.
 
     Attributes:
-        phase: Phase of the step.
-        module: Path of a module ("layers.3.attention.wq"), empty outside of the model.
-        action: Pipeline action, such as "2F0": forward of stage 2, microbatch 0.
-        call: In a block that is recomputed operation by operation, the operation and its place
+        phase: phase of the step.
+        module: path of a module ("layers.3.attention.wq"), empty outside of the model.
+        action: pipeline action, such as "2F0": forward of stage 2, microbatch 0.
+        call: in a block that is recomputed operation by operation, the operation and its place
             among those of its name in the
         block ("aten.mm@2").
     """
@@ -157,8 +155,8 @@ class Group:
 
     Attributes:
         name: torch's name.
-        axes: Axes of the mesh, such as ("dp_shard", "cp").
-        ranks: Global ranks in order.
+        axes: axes of the mesh, such as ("dp_shard", "cp").
+        ranks: global ranks in order.
     """
 
     name: str
@@ -187,9 +185,9 @@ class Launch(_Event):
     """Launch of a kernel.
 
     Attributes:
-        kernel: The kernel.
-        stream: Stream of the launch. On HOST, the host computes on its own memory.
-        scope: Place in the program.
+        kernel: the kernel.
+        stream: stream of the launch. On HOST, the host computes on its own memory.
+        scope: place in the program.
     """
 
     kernel: Kernel
@@ -202,18 +200,18 @@ class Transfer(_Event):
     """Collective, or one side of a send and receive.
 
     Attributes:
-        kind: Kind of the collective.
-        group: Name of the process group.
-        size_bytes: Size of the gathered tensor (all_gather), of the unreduced tensor
+        kind: kind of the collective.
+        group: name of the process group.
+        size_bytes: size of the gathered tensor (all_gather), of the unreduced tensor
             (reduce_scatter), or of this rank's message.
-        dtype: Data type, as in Kernel.
-        stream: Current stream.
-        detached: Whether the transfer runs on its group's own stream, which first waits for the
+        dtype: data type, as in Kernel.
+        stream: current stream.
+        detached: whether the transfer runs on its group's own stream, which first waits for the
             current stream. If not, it
         occupies the current stream.
-        work: Number that an AwaitWork refers to. Transfers that share it were issued together.
-        scope: Place in the program.
-        peer: Global rank of the other side of a send, recv or read; -1 for collectives.
+        work: number that an AwaitWork refers to. Transfers that share it were issued together.
+        scope: place in the program.
+        peer: global rank of the other side of a send, recv or read; -1 for collectives.
     """
 
     kind: CollectiveKind
@@ -273,11 +271,11 @@ class Allocate(_Event):
     """Allocation of device memory.
 
     Attributes:
-        block: Number that is never used twice.
-        size_bytes: Requested size, not rounded.
-        stream: Current stream.
-        category: Purpose of the memory.
-        scope: Place in the program.
+        block: number that is never used twice.
+        size_bytes: requested size, not rounded.
+        stream: current stream.
+        category: purpose of the memory.
+        scope: place in the program.
     """
 
     block: int
@@ -343,15 +341,15 @@ class Trace:
     """Program of one rank. It equals only itself, so that results can be cached by identity.
 
     Attributes:
-        rank: Global rank.
-        world_size: Number of ranks.
-        groups: Process groups by name.
-        setup: Allocations that remain after the model is built.
-        first_step: Allocations that remain after the first step, above all the optimizer's states.
-        step: Events of every later step.
-        mesh: Degrees by axis, of a script.
-        tokens: Tokens of a step over all ranks, of a script that states them.
-        host: The host's pace by part of the program (host_meter.py), or nothing if it is not known.
+        rank: global rank.
+        world_size: number of ranks.
+        groups: process groups by name.
+        setup: allocations that remain after the model is built.
+        first_step: allocations that remain after the first step, above all the optimizer's states.
+        step: events of every later step.
+        mesh: degrees by axis, of a script.
+        tokens: tokens of a step over all ranks, of a script that states them.
+        host: the host's pace by part of the program (host_meter.py), or nothing if it is not known.
     """
 
     rank: int

@@ -62,10 +62,10 @@ class TraceRequest:
     """Job to trace.
 
     Attributes:
-        config: The job.
-        layout: Its layout.
-        of_host: Whether to record the pace of the host in place of kernels.
-        prepare: Changes torch or the model first. Such traces are not cached, since the key does
+        config: the job.
+        layout: its layout.
+        of_host: whether to record the pace of the host in place of kernels.
+        prepare: changes torch or the model first. Such traces are not cached, since the key does
             not cover the change.
     """
 
@@ -120,11 +120,11 @@ def get_traces(
     """Trace jobs in parallel, and report the traces of each job when they are ready.
 
     Args:
-        jobs: Jobs to trace.
-        processes: Number of processes that run at once. All cores by default.
-        whole: Trace every block, and leave the cache alone.
-        use_cache: Read and write the cache.
-        done: Called once for each job, with its traces by rank or a TraceError.
+        jobs: jobs to trace.
+        processes: number of processes that run at once. All cores by default.
+        whole: trace every block, and leave the cache alone.
+        use_cache: read and write the cache.
+        done: called once for each job, with its traces by rank or a TraceError.
     """
     plans = []
     for request, tell in with_paces(jobs, done):
@@ -163,11 +163,11 @@ class _Plan:
     """Job with its ranks to record, and their traces so far.
 
     Attributes:
-        request: The job.
-        path: Its file in the cache, if it is cached.
-        done: Receives the traces.
-        deeper: Additional blocks of the shallow model that is recorded in its place. None: the whole model is recorded.
-        depths: Blocks of each stage, if shallow models are recorded.
+        request: the job.
+        path: its file in the cache, if it is cached.
+        done: receives the traces.
+        deeper: additional blocks of the shallow model that is recorded in its place. None: the whole model is recorded.
+        depths: blocks of each stage, if shallow models are recorded.
     """
 
     def __init__(
@@ -244,10 +244,10 @@ def _repeated(
 
     Args:
         recorded: FSDP units of the shallow models.
-        stages: Units of each stage in the whole model.
-        size: Blocks of an FSDP unit.
-        missing: Blocks that the first unit lacks.
-        traces: Traces of the two shallow models.
+        stages: units of each stage in the whole model.
+        size: blocks of an FSDP unit.
+        missing: blocks that the first unit lacks.
+        traces: traces of the two shallow models.
     """
 
     def in_units(trace: Trace, units: int) -> Trace:

@@ -48,14 +48,14 @@ class Job:
     """Work of one recording process: some programs, by some ranks, in sequence, so that it compiles once.
 
     Attributes:
-        programs: Programs that differ only in their depth.
-        world_size: Number of ranks.
-        ranks: Ranks to record. They differ only in their pipeline stage.
-        of_host: Whether to record the pace of the host in place of kernels (host_meter.py).
-        join: Makes one trace of a rank's traces of the programs.
-        prepare: Changes torch or the model first.
-        script: Records another program in place of titan's: takes the device, and returns the function that builds the program.
-        others: Jobs that the process records afterwards, in the same world (`world_of`).
+        programs: programs that differ only in their depth.
+        world_size: number of ranks.
+        ranks: ranks to record. They differ only in their pipeline stage.
+        of_host: whether to record the pace of the host in place of kernels (host_meter.py).
+        join: makes one trace of a rank's traces of the programs.
+        prepare: changes torch or the model first.
+        script: records another program in place of titan's: takes the device, and returns the function that builds the program.
+        others: jobs that the process records afterwards, in the same world (`world_of`).
     """
 
     programs: tuple[JobConfig, ...]
@@ -77,9 +77,7 @@ class Job:
 def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
     """Return one rank of each pipeline stage: the rank with most work."""
     parallel = config.parallelism
-    alike = (
-        parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
-    )
+    alike = parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
     # If the sequence is not balanced, the ranks with its end attend to most of it.
     busiest = 0 if alike else (layout.cp - 1) * layout.tp
     size = layout.world_size // layout.pp  # ranks are numbered stage by stage
@@ -98,10 +96,10 @@ def trace_job(
     This changes torch for good. Call it once, in a process that has not run a backward pass.
 
     Args:
-        job: The job.
-        steps: Number of steps to run. The last step becomes the trace's `step`.
-        replays_programs: Replay compiled programs, in place of running them each time.
-        on_backward_error: Called at once with an error that may end the process.
+        job: the job.
+        steps: number of steps to run. The last step becomes the trace's `step`.
+        replays_programs: replay compiled programs, in place of running them each time.
+        on_backward_error: called at once with an error that may end the process.
 
     Raises:
         TraceError: An operation cannot be traced.
@@ -128,9 +126,7 @@ def trace_job(
                 job.prepare()
             with torch_compat.unset_fake_temporarily():  # its imports may compute values
                 scripts = [job.script(device)]
-        reported: dict[
-            int, TraceError
-        ] = {}  # by id of the error; described where it was raised
+        reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
 
         def tell(error: Exception) -> None:
             reported[id(error)] = TraceError(_describe(error, tracer, rank))
@@ -153,9 +149,7 @@ def trace_job(
                 raise TraceError(_describe(error, tracer, rank)) from error
 
         for part in (job, *job.others):
-            programs = [
-                partial(job_program, p, _layout(part), device, mesh) for p in part.programs
-            ]
+            programs = [partial(job_program, p, _layout(part), device, mesh) for p in part.programs]
             for rank in part.ranks:
                 # Pipeline stages differ, and every rank is moved to another stage in the same process.
                 tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
@@ -286,17 +280,15 @@ def trace_jobs(
     An exception is a TraceError, or comes from a job's `join`.
 
     Args:
-        jobs: Jobs to record.
-        processes: Number of processes that run at once.
-        shared: Jobs of one world may share a process. If not, each job has its own.
-        options: Options of `trace_job`.
+        jobs: jobs to record.
+        processes: number of processes that run at once.
+        shared: jobs of one world may share a process. If not, each job has its own.
+        options: options of `trace_job`.
     """
     # Children are forked from a server that has imported torch, without threads and without an earlier backward pass.
     # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    os.environ["PYTHONWARNINGS"] = ",".join(
-        filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])
-    )
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
     context = fork_server(_PRELOAD)
     processes = int(min(processes, max(1, fitting_processes())))
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]

@@ -55,17 +55,17 @@ class Tracer(TorchDispatchMode):
     """Dispatch mode that records the operations inside a FakeTensorMode.
 
     Attributes:
-        events: Recorded events. Assign a new list to start over.
-        scopes: Current place in the program.
-        storages: Memory of the program.
-        transfers: Collectives of the program.
-        microbatches: Repetition of microbatches; None if all of them run.
-        replays_programs: Whether compiled programs are replayed, in place of running them each
+        events: recorded events. Assign a new list to start over.
+        scopes: current place in the program.
+        storages: memory of the program.
+        transfers: collectives of the program.
+        microbatches: repetition of microbatches; None if all of them run.
+        replays_programs: whether compiled programs are replayed, in place of running them each
             time.
-        on_compilation: Called when a compilation begins.
-        on_backward_error: Called with an error inside a backward pass, which may end the process.
-        running: Last operation, for messages.
-        error: Last error in an operation.
+        on_compilation: called when a compilation begins.
+        on_backward_error: called with an error inside a backward pass, which may end the process.
+        running: last operation, for messages.
+        error: last error in an operation.
     """
 
     supports_higher_order_operators = True
@@ -74,8 +74,8 @@ class Tracer(TorchDispatchMode):
         """Begin to trace in this process.
 
         Args:
-            mesh: Mesh whose axes give groups their names. None: the meshes that the program builds.
-            replays_programs: Replay compiled programs, in place of running them each time.
+            mesh: mesh whose axes give groups their names. None: the meshes that the program builds.
+            replays_programs: replay compiled programs, in place of running them each time.
         """
         super().__init__()
         self.replays_programs = replays_programs
@@ -196,9 +196,7 @@ class Tracer(TorchDispatchMode):
                 result = func(*args, **kwargs)
         elif op.updates:  # in place, so that shapes stay: torch would hash long lists
             result = None
-        elif (
-            self._compiled and "out" in kwargs
-        ):  # of the right shape; not all have a fake kernel
+        elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
@@ -224,9 +222,7 @@ class Tracer(TorchDispatchMode):
             self.storages.categorize(tensors_in((*whole, *kwargs.values())), "unsharded")
         collective = self._collectives[op.func]
         if collective is not None:
-            self.transfers.issue(
-                collective, op.func, args, kwargs, result, self.scopes.current()
-            )
+            self.transfers.issue(collective, op.func, args, kwargs, result, self.scopes.current())
             return
         if op.kind is None:
             return
@@ -251,9 +247,7 @@ class Tracer(TorchDispatchMode):
         for event in workspace:
             self.record(Free(event.block))
         # A copy that blocks makes the host wait until the device has done all that came before.
-        if kernel.kind == "host_copy" and not argument_of(
-            op.func, "non_blocking", args, kwargs
-        ):
+        if kernel.kind == "host_copy" and not argument_of(op.func, "non_blocking", args, kwargs):
             self.record(Synchronize(stream, f"{op.name} between device and host"))
 
     def launch_on_host(self, kernel: Kernel) -> None:

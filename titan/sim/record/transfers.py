@@ -41,12 +41,12 @@ class Collective:
     """Operator of a collective, with the indices of its arguments; -1 for a missing argument.
 
     Attributes:
-        kind: Kind of the collective.
-        data: Argument whose bytes count; -1 for the result.
-        group: Argument that names the process group.
-        asynchronous: Argument that makes the call asynchronous.
-        peer: Argument with the rank of the other side.
-        functional: Whether this is a functional collective.
+        kind: kind of the collective.
+        data: argument whose bytes count; -1 for the result.
+        group: argument that names the process group.
+        asynchronous: argument that makes the call asynchronous.
+        peer: argument with the rank of the other side.
+        functional: whether this is a functional collective.
     """
 
     kind: CollectiveKind
@@ -100,9 +100,9 @@ class Transfers:
     """Collectives of a program, as events with numbered works.
 
     Attributes:
-        groups: Process groups by name.
-        shift: Distance from this process's rank to the rank that it acts as.
-        degrees: Degree of each axis of the mesh.
+        groups: process groups by name.
+        shift: distance from this process's rank to the rank that it acts as.
+        degrees: degree of each axis of the mesh.
     """
 
     def __init__(self, record: Callable[[Event], None], *, stream: Callable[[], int]) -> None:
@@ -160,9 +160,7 @@ class Transfers:
         def argument(index: int) -> Any:
             return argument_of(func, index, args, kwargs)
 
-        data = list(
-            tensors_in([result] if collective.data < 0 else [argument(collective.data)])
-        )
+        data = list(tensors_in([result] if collective.data < 0 else [argument(collective.data)]))
         # Tensors of the host only: nothing goes over the accelerator's network.
         if not any(t.fake_device.type != "cpu" for t in data):
             return
@@ -207,10 +205,10 @@ class Transfers:
         """Issue an earlier transfer again. No transfer goes to another stage.
 
         Args:
-            transfer: The earlier transfer.
-            work: Number of the new work.
-            scope: Scope of the new transfer.
-            shift: Distance of the rank that issued it from this process's rank.
+            transfer: the earlier transfer.
+            work: number of the new work.
+            scope: scope of the new transfer.
+            shift: distance of the rank that issued it from this process's rank.
         """
         # Stages are the slowest axis, so ranks of another stage are at a fixed distance.
         moved = self.shift - shift

@@ -62,9 +62,7 @@ def errors() -> dict[str, Any]:
     return read_toml(ERRORS)[0]
 
 
-def shares(
-    timeline: Timeline, traces: Mapping[int, Trace], profile: Profile
-) -> dict[str, float]:
+def shares(timeline: Timeline, traces: Mapping[int, Trace], profile: Profile) -> dict[str, float]:
     """Return the share of each class in a simulated step, as a mean over the traced ranks. They add up to 1."""
     groups = {axis_of(g): g for t in traces.values() for g in t.groups.values()}
     per_node = profile.gpus_per_node
@@ -96,7 +94,7 @@ def _class_of(work: KernelGroup, *, is_split: bool) -> str:
 
 
 def rests_on(profile: Profile) -> dict[str, str]:
-    """Return what the time of each class rests on: measured tables or rates of the card, datasheets, estimates."""
+    """Return the source of the time of each class: measured tables or rates of the card, datasheets, estimates."""
     table = f"measured table of {profile.measured}" if profile.measured else "datasheet"
     traced = "step" in profile.sources["matmul_share"].partition(";")[0]
     level = "a traced step" if traced else "a benchmark"
@@ -158,8 +156,7 @@ def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:
     worst = sorted(mix, key=lambda name: -mix[name] * sigma[name])
     worst = [n for n in worst[:2] if (mix[n] * sigma[n]) ** 2 > deviation**2 / 5]
     seen = {
-        n: f" ({mix[n]:.0%} of the step, seen in {known['runs'][n] or 'no'} runs)"
-        for n in worst
+        n: f" ({mix[n]:.0%} of the step, seen in {known['runs'][n] or 'no'} runs)" for n in worst
     }
     whole = (HARDWARE, TENSOR)  # they are of a step, and no share of it
     reason = " and ".join(n + ("" if n in whole else seen[n]) for n in worst)

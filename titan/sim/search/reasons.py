@@ -49,13 +49,11 @@ def parts(facts: Facts) -> dict[str, float]:
 
 
 def lost_to(facts: Facts, *, most: int = 3) -> str:
-    """Return what a step loses time to, the most first, as shares of the step: "dp_shard 53%, pp bubble 12%"."""
+    """Return the causes of lost time in a step, the largest first, as shares of the step: "dp_shard 53%, pp bubble 12%"."""
     found = parts(facts)
     total = sum(found.values())
     shares = {name: s / total for name, s in found.items() if name != KERNELS}
-    order = sorted(
-        (name for name in shares if shares[name] >= _SHOWN), key=lambda n: -shares[n]
-    )
+    order = sorted((name for name in shares if shares[name] >= _SHOWN), key=lambda n: -shares[n])
     return ", ".join(f"{name} {shares[name]:.0%}" for name in order[:most]) or "-"
 
 
