@@ -101,7 +101,9 @@ def build(
     materialize(model, device=device)
     initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    any_rows = torch.zeros(BATCH, LENGTH, dtype=torch.int64)  # a simulation has shapes, and no data
+    any_rows = torch.zeros(
+        BATCH, LENGTH, dtype=torch.int64
+    )  # a simulation has shapes, and no data
 
     def step(rows: Tensor = any_rows) -> Tensor:
         rows = rows.chunk(axis_size(mesh, "dp_shard"))[axis_rank(mesh, "dp_shard")]

@@ -60,7 +60,9 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def attend(
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     return layer.causal(q, k, v).transpose(1, 2), None
 
 
@@ -91,7 +93,9 @@ def build(
     parallel.apply_ac(model, container="model.layers", preserve_rng_state=False)
     if backend:
         layers = "model.layers"
-        parallel.apply_compile(model, container=layers, backend=backend, preserve_rng_state=False)
+        parallel.apply_compile(
+            model, container=layers, backend=backend, preserve_rng_state=False
+        )
     parallel.apply_fsdp(
         model,
         mesh=data,

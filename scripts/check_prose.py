@@ -65,7 +65,8 @@ def check(file: Path) -> tuple[float, int, list[str]]:
     ]
     for number, sentence in found:
         problems += [
-            f'{name}:{number}: "{word[0]}": {sentence[:90]}' for word in _FLAGGED.finditer(sentence)
+            f'{name}:{number}: "{word[0]}": {sentence[:90]}'
+            for word in _FLAGGED.finditer(sentence)
         ]
     average = sum(counts) / max(len(counts), 1)
     if average >= MOST_ON_AVERAGE:

@@ -39,7 +39,9 @@ def main() -> None:
     rows = (*layouts.LAYOUTS, *test_moe.LAYOUTS, *further)
     by_hand = [techniques_of(layout) for layout in rows]
     stacked = {"compile", "op AC"}, {"float8"}
-    by_hand += [techniques_of(one) | more for one in test_composition.LAYOUTS for more in stacked]
+    by_hand += [
+        techniques_of(one) | more for one in test_composition.LAYOUTS for more in stacked
+    ]
     crossed = set().union(*map(triples_within, by_hand))
     every = [*triples()]
     refused = {three for three in every if possible(three) is None}

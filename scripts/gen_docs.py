@@ -86,7 +86,9 @@ def _overrides() -> Iterator[str]:
         key=lambda c: (len(c.__mro__), c.__name__),
     ):
         own = [
-            f for f in fields(kind) if f.name in vars(kind).get("__annotations__", {}) and f.init
+            f
+            for f in fields(kind)
+            if f.name in vars(kind).get("__annotations__", {}) and f.init
         ]
         if own:
             users = ", ".join(name for name, k in kinds.items() if kind in k.__mro__)
@@ -138,7 +140,9 @@ def _row(name: str, about: dict[str, Any], *, required: bool) -> str:
     meaning = " ".join(about.get("description", "").split())
     return (
         "| "
-        + " | ".join(c.replace("|", "\\|") for c in (f"`{name}`", _type(about), default, meaning))
+        + " | ".join(
+            c.replace("|", "\\|") for c in (f"`{name}`", _type(about), default, meaning)
+        )
         + " |"
     )
 
@@ -150,7 +154,9 @@ def _default(value: Any) -> str:
 def _type(about: dict[str, Any]) -> str:
     """Return the type of a key in words, from its JSON schema."""
     if "enum" in about or "const" in about:
-        return ", ".join(f"`{format_value(v)}`" for v in about.get("enum", [about.get("const")]))
+        return ", ".join(
+            f"`{format_value(v)}`" for v in about.get("enum", [about.get("const")])
+        )
     if "anyOf" in about:
         return " or ".join(_type(a) for a in about["anyOf"] if a.get("type") != "null")
     kind = about.get("type", "")

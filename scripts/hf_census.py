@@ -248,7 +248,9 @@ def page(results: dict[str, Any]) -> str:
         if not is_built(first):
             refused.append(f"| `{kind}` | {_cell(_failure(first))} |")
             continue
-        rows = {v: found[v] for v in VARIANTS if v in found and (v == "0" or is_whole(found[v]))}
+        rows = {
+            v: found[v] for v in VARIANTS if v in found and (v == "0" or is_whole(found[v]))
+        }
         line, is_good = line_of(kind, rows)
         lines.append(line)
         whole += [len(rows)] if is_good else []
@@ -317,7 +319,9 @@ def _cell(text: str, longest: int = 200) -> str:
 
 def save(results: dict[str, Any], file: Path) -> None:
     """Write the results, a line for each class."""
-    lines = [f"{json.dumps(k)}: {json.dumps(results[k], sort_keys=True)}" for k in sorted(results)]
+    lines = [
+        f"{json.dumps(k)}: {json.dumps(results[k], sort_keys=True)}" for k in sorted(results)
+    ]
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -332,7 +336,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="write the page")
     columns = [*COLUMNS, "speed", "branches"]
     parser.add_argument("--columns", default=",".join(columns), help="default: %(default)s")
-    parser.add_argument("--variants", default="0,1,2", help="of the sizes; default: %(default)s")
+    parser.add_argument(
+        "--variants", default="0,1,2", help="of the sizes; default: %(default)s"
+    )
     parser.add_argument("--missing", action="store_true", help="only what has no result yet")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no class after them")
     parser.add_argument("--limit", type=int, default=120, help="most seconds of a simulation")

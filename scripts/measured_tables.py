@@ -200,7 +200,9 @@ def _without_casts(folder: Path) -> Iterator[tuple[int, int, int, float]]:
     """
     long = {(m, k): ms for m, n, k, ms in _gemm(folder, "bfloat16") if n == _NARROW}
     short = [*_gemm(folder, "fp8")]
-    casts = {(m, k): max(0.0, ms - long.get((m, k), ms)) for m, n, k, ms in short if n == _NARROW}
+    casts = {
+        (m, k): max(0.0, ms - long.get((m, k), ms)) for m, n, k, ms in short if n == _NARROW
+    }
     for m, n, k, ms in short:
         if n > _NARROW:
             yield m, n, k, max(ms - casts.get((m, k), 0.0), ms / 2)
@@ -208,7 +210,9 @@ def _without_casts(folder: Path) -> Iterator[tuple[int, int, int, float]]:
 
 def _letters(points: dict[tuple[int, int, int], float], *, aligned: bool) -> dict[str, Any]:
     """Return the products of a dtype whose rows are aligned, or all others, as a table of letters."""
-    own = {p: v for p, v in points.items() if (p[0] % ALIGNED == 0 or p[0] < ALIGNED) == aligned}
+    own = {
+        p: v for p, v in points.items() if (p[0] % ALIGNED == 0 or p[0] < ALIGNED) == aligned
+    }
     axes = _table(own)["axes"]
     return {"axes": axes, "values": "".join(_letter(own.get(p)) for p in product(*axes))}
 

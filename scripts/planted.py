@@ -75,7 +75,9 @@ def failures_with(fault: Fault, tests: list[str]) -> list[str]:
         raise RuntimeError(
             f"{fault['name']}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}"
         )
-    return re.findall(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - |$)", run.stdout, re.MULTILINE)
+    return re.findall(
+        r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - |$)", run.stdout, re.MULTILINE
+    )
 
 
 # ---- the mutants of tests/promises.toml ------------------------------------------------------------

@@ -50,7 +50,9 @@ def profiled() -> list[str]:
     for run in TABLES["profiled"]:
         config = load_config(JOBS / f"{run['job']}.toml")
         check_to_run(config, world_size=run["gpus"])
-        simulation = simulate(config, world_size=run["gpus"], profile=load_profile(run["profile"]))
+        simulation = simulate(
+            config, world_size=run["gpus"], profile=load_profile(run["profile"])
+        )
         ms, counts = classes(simulation, run["classes"])
         speed, published = simulation.tokens_per_s_per_gpu, run["tokens_per_s"]
         others = sorted(set(ms) - set(run["ms"]), key=lambda name: -ms[name])
@@ -82,7 +84,9 @@ def kernels() -> list[str]:
                 lines.append(_line(what, row["profile"], _attention(row, length, way), ms))
     for row in TABLES["grouped"]:
         kernel = _grouped(*row["sizes"])
-        lines.append(_line(f"grouped product, {row['what']}", row["profile"], kernel, row["ms"]))
+        lines.append(
+            _line(f"grouped product, {row['what']}", row["profile"], kernel, row["ms"])
+        )
     for size, groups, most in TABLES["grouped_at_most"]:
         priced = _priced_ms("h100-sxm", _grouped(groups, size, size, size))
         what = f"grouped product, {groups} x {size:,}³, less than cublasLt's of pytorch 185530"

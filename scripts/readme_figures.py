@@ -38,7 +38,9 @@ def parity() -> str:
 
 
 def accuracy(row: str) -> str:
-    match = re.search(rf"^\| {row} \| ([\d.]+%) \| ([+-][\d.]+%) \|", page(ACCURACY), re.MULTILINE)
+    match = re.search(
+        rf"^\| {row} \| ([\d.]+%) \| ([+-][\d.]+%) \|", page(ACCURACY), re.MULTILINE
+    )
     assert match, row
     return f"{match[1]} off on average, {match[2]} at worst"
 

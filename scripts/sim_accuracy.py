@@ -90,7 +90,9 @@ def main(arguments: list[str]) -> int:
         )
         print(f"{run['id']:>24} {run['use']:<9} {result}", flush=True)
     if not request or "--write" in arguments:
-        done = {n: {"speed": r.speed, "shares": r.shares} for n, r in rows.items() if not r.failure}
+        done = {
+            n: {"speed": r.speed, "shares": r.shares} for n, r in rows.items() if not r.failure
+        }
         sim_intervals.save(done)
         ERRORS.write_text(sim_intervals.document(), encoding="utf-8")
         rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}

@@ -96,7 +96,9 @@ def torchtitan(
             module.layers.register_module(name, torch.compile(block, fullgraph=True))
         loss_of = torch.compile(loss_of)
     parameters = list(module.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True
+    )
     tokens, labels = _batch(config, device)
     num_tokens = torch.ones((), device=device)
 

@@ -123,7 +123,9 @@ def known_runs() -> list[Known]:
 
 def _shares(runs: Sequence[Known]) -> np.ndarray:
     """Return the squared shares of each run (row) in each parameter (column)."""
-    return np.array([[r.mix.get(p, float(p == "floor")) ** 2 for p in PARAMETERS] for r in runs])
+    return np.array(
+        [[r.mix.get(p, float(p == "floor")) ** 2 for p in PARAMETERS] for r in runs]
+    )
 
 
 def sigmas(runs: Sequence[Known]) -> dict[str, float]:
@@ -221,7 +223,8 @@ def document() -> str:
     runs = known_runs()
     found = fit(runs)
     counts = {
-        p: sum(r.mix.get(p, 0.0) >= COUNTS_FROM for r in runs) for p in (*CLASSES, TENSOR, HARDWARE)
+        p: sum(r.mix.get(p, 0.0) >= COUNTS_FROM for r in runs)
+        for p in (*CLASSES, TENSOR, HARDWARE)
     }
     devices = sorted({r.device for r in runs if HARDWARE not in r.mix and r.device})
     lines = [

@@ -32,7 +32,9 @@ class Block(NamedTuple):
 def recipes() -> dict[str, list[Block]]:
     """Blocks by the recipe's heading. The one of `sh` is the command that tests it."""
     _, *parts = re.split(r"^### (.+)\n", (ROOT / "AGENTS.md").read_text(), flags=re.MULTILINE)
-    pattern = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+    pattern = re.compile(
+        r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
+    )
     found = {
         name: [Block(*match) for match in pattern.findall(text)]
         for name, text in zip(parts[::2], parts[1::2], strict=True)
@@ -126,6 +128,8 @@ def test_without_the_changes_the_tests_fail(tree: Path) -> None:
         paths = [block.path for block in tests]
         result = run(tree, "-rfE", "--continue-on-collection-errors", *paths)
         for path in paths:
-            assert re.search(f"^(FAILED|ERROR) {path}", result.stdout, re.MULTILINE), result.stdout
+            assert re.search(f"^(FAILED|ERROR) {path}", result.stdout, re.MULTILINE), (
+                result.stdout
+            )
     finally:
         restore(before)

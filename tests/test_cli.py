@@ -77,7 +77,9 @@ def parsers(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommandParser]:
 
     def see(self: CommandParser, *_: object) -> None:
         ways = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        found.update({p.prog: p for way in ways for p in way.choices.values()} or {self.prog: self})
+        found.update(
+            {p.prog: p for way in ways for p in way.choices.values()} or {self.prog: self}
+        )
         raise _Seen
 
     monkeypatch.setattr(CommandParser, "parse_known_args", see)
@@ -105,7 +107,9 @@ def test_all_commands_have_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
             assert options.get(one) is options.get(other), (prog, one, other)
         for others in ("--gpus", "--nodes", "--nproc-a"):
             assert others not in options or "--world-size" in options, (prog, others)
-        assert {"--checkpoint", "--run", "--dir", "--o"}.isdisjoint(options) or prog == "titan sim"
+        assert {"--checkpoint", "--run", "--dir", "--o"}.isdisjoint(
+            options
+        ) or prog == "titan sim"
         json = options.get("--json")
         if json is None:
             without.add(prog.removeprefix("titan ").replace(" ", "-"))
@@ -254,11 +258,14 @@ def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
 
 
 def test_check_says_layout_size_and_memory() -> None:
-    code, out, err = titan("check", DEBUG, "--world-size", "4", "--training.global_batch_size=64")
+    code, out, err = titan(
+        "check", DEBUG, "--world-size", "4", "--training.global_batch_size=64"
+    )
     assert (code, err) == (0, [])
     assert "4 ranks = pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1" in out
     assert (
-        "8 sequences x 256 tokens x 4 data-parallel ranks x 2 accumulation = 16,384 tokens" in out
+        "8 sequences x 256 tokens x 4 data-parallel ranks x 2 accumulation = 16,384 tokens"
+        in out
     )
     assert "by formula" in out and "no problems" in out
     facts = json.loads(titan("check", DEBUG, "--world-size=4", "--json")[1])
@@ -299,7 +306,9 @@ def install(folder: Path, package: str, **groups: dict[str, str]) -> None:
     """What pip leaves of a package's metadata: its entry points, as titan.GROUP = {name: object}."""
     metadata = folder / f"{package}-0.1.dist-info"
     metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n"
+    )
     lines = [
         line
         for group, entries in groups.items()
@@ -400,7 +409,9 @@ def test_far_more_processes_than_cores_are_worth_a_warning(
     """Every command that starts processes warns, since `environment` makes the variables of all of them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr("titan.base.hardware.fitting_processes", lambda: 9)
-    with pytest.raises(InputError, match=r"--nproc 10: 10 processes take 2.5 GiB.*; here 9 fit"):
+    with pytest.raises(
+        InputError, match=r"--nproc 10: 10 processes take 2.5 GiB.*; here 9 fit"
+    ):
         environment(10)
     for number, warned in ((8, False), (9, True)):
         environment(number)

@@ -72,7 +72,9 @@ def test_stopped_and_continued_run_has_every_step_once(run_dir: Path) -> None:
 
 def test_a_finished_run_is_resumed_as_nothing(run_dir: Path) -> None:
     def files() -> dict[Path, tuple[int, int]]:
-        return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run_dir.rglob("*")}
+        return {
+            path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run_dir.rglob("*")
+        }
 
     before = files()
     for options in ((), ("--nproc", "2"), ("--nproc", "2", "--max-restarts", "1")):

@@ -72,7 +72,9 @@ def run(folder: Path, base: dict[str, Any]) -> list[list[tuple[float, bool]]]:
     return scores
 
 
-def shown(pool: Pool, folder: Path, base: dict[str, Any], **layout: int) -> tuple[Any, Any, Any]:
+def shown(
+    pool: Pool, folder: Path, base: dict[str, Any], **layout: int
+) -> tuple[Any, Any, Any]:
     """Return scores, the row of the step that evaluated, and the texts."""
     parallelism = {DEGREES[axis]: n for axis, n in ({"dp": 1} | layout).items()}
     ranks = math.prod(n for axis, n in layout.items() if axis != "ep")
@@ -175,7 +177,9 @@ def test_scores_of_rows(chunk_tokens: int, with_output: bool) -> None:
 def scorer(**data: Any) -> Scorer:
     """Return a scorer that encodes bytes, and has no model."""
     config = JobConfig.model_validate({"data": data, "training": {"seq_len": 256}})
-    step = SimpleNamespace(config=config, mesh=SimpleNamespace(mesh_dim_names=()), loss_sum=None)
+    step = SimpleNamespace(
+        config=config, mesh=SimpleNamespace(mesh_dim_names=()), loss_sum=None
+    )
     return Scorer(step, bytes_tokenizer())
 
 
@@ -198,7 +202,9 @@ GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 0}'
     ("lines", "expected"),
     rows_of(__file__, "a_line_without_an_answer_is_named"),
 )
-def test_a_line_without_an_answer_is_named(tmp_path: Path, lines: list[str], expected: str) -> None:
+def test_a_line_without_an_answer_is_named(
+    tmp_path: Path, lines: list[str], expected: str
+) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(lines))
     with pytest.raises(InputError) as error:
@@ -210,7 +216,9 @@ def test_a_job_names_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "job.toml"
     (tmp_path / "stdlib_cloze.jsonl").write_text(GOOD)
     tasks = [["stdlib_choise"], ["stdlib_cloze", str(tmp_path / "stdlib_cloze.jsonl")]]
-    file.write_text("".join(f"[[evaluation]]\ntasks = {json.dumps(names)}\n" for names in tasks))
+    file.write_text(
+        "".join(f"[[evaluation]]\ntasks = {json.dumps(names)}\n" for names in tasks)
+    )
     assert cli.main(["check", str(file)]) == 2
     *problems, count = capsys.readouterr().err.splitlines()
     hint = "did you mean 'stdlib_choice'? There are stdlib_choice, stdlib_cloze, or name a file"

@@ -38,7 +38,9 @@ def test_frozen_weights_stay_and_a_resume_is_bit_for_bit(tmp_path: Path) -> None
     state = trainer.train_step.optimizer.state
     trainer.close()
     assert stayed == {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert "layers.0.feed_forward.w1.weight" in stayed and "layers.1.attention.wv.weight" in stayed
+    assert (
+        "layers.0.feed_forward.w1.weight" in stayed and "layers.1.attention.wv.weight" in stayed
+    )
     assert len(state) == len(before) - len(stayed)
     run(job(parts, training={"steps": 5}))
     run(job(parts))
@@ -47,7 +49,9 @@ def test_frozen_weights_stay_and_a_resume_is_bit_for_bit(tmp_path: Path) -> None
 
 def test_thawed_weights_need_an_optimizer_that_knows_them(tmp_path: Path) -> None:
     run(job(tmp_path, training={"steps": 5}))
-    with pytest.raises(CheckpointError, match=r"lacks optimizer\.tok_emb.*other parameters frozen"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks optimizer\.tok_emb.*other parameters frozen"
+    ):
         run(job(tmp_path, freeze=[]))
     dist.destroy_process_group()
     # More may be frozen, and weights alone are enough for a new run.
@@ -72,7 +76,9 @@ def test_mistakes(freeze: list[str], message: str, tmp_path: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_the_command_says_so_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_so_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "job.toml"
     file.write_text('model = {flavor = "tiny", freeze = ["nothing"]}\n')
     assert main(["sim", str(file), "--world-size", "1", "--hardware", "h100-sxm"]) == 2

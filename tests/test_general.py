@@ -20,7 +20,9 @@ MAY_NAME_FAMILIES = {
 FAMILIES = {path.parent.name for path in (ROOT / "models").glob("*/__init__.py")}
 FAMILIES -= {"common"}
 # A family by its name, or by that without its number: "llama3", "llama".
-_FAMILY = re.compile("|".join(sorted({re.sub(r"[_0-9]\w*$", "", name) for name in FAMILIES})), re.I)
+_FAMILY = re.compile(
+    "|".join(sorted({re.sub(r"[_0-9]\w*$", "", name) for name in FAMILIES})), re.I
+)
 _PICTURE = re.compile(r"(?<![a-z])(image|picture|pixel|vision|diffusion)s?(?![a-z])", re.I)
 _TOKEN = re.compile(r"token|label", re.I)
 # What trains, lays out and repairs any model.
@@ -65,7 +67,11 @@ def _words(path: Path) -> Iterator[tuple[int, str]]:
     }
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in prose
+        ):
             yield line, node.value
         for field in ("id", "attr", "arg", "name"):
             if isinstance(value := getattr(node, field, None), str):
@@ -90,11 +96,15 @@ SOURCES = [
 
 def test_no_family_is_named() -> None:
     assert (
-        {"llama3", "qwen3"} <= FAMILIES and _FAMILY.search("Llama") and _FAMILY.search("qwen3_moe")
+        {"llama3", "qwen3"} <= FAMILIES
+        and _FAMILY.search("Llama")
+        and _FAMILY.search("qwen3_moe")
     )
     found = _found(_FAMILY, SOURCES)
     assert found.keys() <= MAY_NAME_FAMILIES.keys(), found
-    assert found.keys() == MAY_NAME_FAMILIES.keys(), "a file no longer names one: shorten the list"
+    assert found.keys() == MAY_NAME_FAMILIES.keys(), (
+        "a file no longer names one: shorten the list"
+    )
 
 
 def test_no_picture_is_named() -> None:

@@ -30,7 +30,9 @@ def test_figures() -> None:
         for d in HARDWARE
         if "nvfp4" in d.peak_flops
     }
-    assert four_bits == pytest.approx({"b200": 2, "b300": 2.92, "gb200": 2, "gb300": 3}, abs=0.01)
+    assert four_bits == pytest.approx(
+        {"b200": 2, "b300": 2.92, "gb200": 2, "gb300": 3}, abs=0.01
+    )
     for device in HARDWARE:
         assert device.peak_flops["bfloat16"] > device.peak_flops["float32"] > 1e13, device
         assert 20 < device.memory_gib < 300, device

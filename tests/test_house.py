@@ -117,7 +117,9 @@ def test_nothing_decides_by_a_sentence() -> None:
                     found.add(module)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 asks = node.func.attr in ("startswith", "endswith", "find", "search", "match")
-                if asks and any(_has_words(part) for arg in node.args for part in ast.walk(arg)):
+                if asks and any(
+                    _has_words(part) for arg in node.args for part in ast.walk(arg)
+                ):
                     found.add(module)
     assert found == {*READS_WORDS}
 
@@ -149,7 +151,9 @@ def test_functions_explain_their_arguments_and_errors() -> None:
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = len([arg for arg in every if arg.arg not in ("self", "cls", "ctx")])
             is_public = PUBLIC.match(module)
-            if "Args:" not in doc and (len(node.args.kwonlyargs) > 5 or (is_public and count > 4)):
+            if "Args:" not in doc and (
+                len(node.args.kwonlyargs) > 5 or (is_public and count > 4)
+            ):
                 silent.append(f"{module}.{name}: Args")
             raises = any(isinstance(child, ast.Raise) and child.exc for child in ast.walk(node))
             if is_public and raises and not re.search(r"\b[Rr]aises?\b", doc):

@@ -105,7 +105,9 @@ def test_with_the_output_layer_equals_plain(chunk: int, compiled: bool) -> None:
     ours = [h.clone().requires_grad_(), w.clone().requires_grad_()]
     plain = [h.clone().requires_grad_(), w.clone().requires_grad_()]
     kernels = Kernels.compiled("aot_eager") if compiled else Kernels()
-    loss = cross_entropy_sum(ours[0], labels, chunk_tokens=chunk, weight=ours[1], kernels=kernels)
+    loss = cross_entropy_sum(
+        ours[0], labels, chunk_tokens=chunk, weight=ours[1], kernels=kernels
+    )
     expected = F.cross_entropy(
         (plain[0] @ plain[1].T).flatten(0, 1), labels.flatten(), reduction="sum"
     )
@@ -121,7 +123,9 @@ def test_products_into_fp32_equal_plain(monkeypatch: pytest.MonkeyPatch) -> None
     """As on CUDA: logits and the weight's gradient, which adds up in place, come out of products of bf16 in fp32."""
 
     def product(function: Any) -> Any:
-        def call(*tensors: torch.Tensor, out_dtype: Any = None, out: Any = None) -> torch.Tensor:
+        def call(
+            *tensors: torch.Tensor, out_dtype: Any = None, out: Any = None
+        ) -> torch.Tensor:
             if out_dtype is None:
                 return function(*tensors, out=out)
             assert tensors[-1].dtype == tensors[-2].dtype == torch.bfloat16
@@ -207,7 +211,9 @@ def test_the_scale_of_the_gradient_is_not_rounded() -> None:
     w = torch.randn(90, 128, dtype=torch.bfloat16, requires_grad=True)
     loss = cross_entropy_sum(h, torch.arange(64), chunk_tokens=50, weight=w)
     whole = torch.autograd.grad(loss, (h, w), retain_graph=True)
-    for divided, undivided in zip(torch.autograd.grad(loss / divisor, (h, w)), whole, strict=True):
+    for divided, undivided in zip(
+        torch.autograd.grad(loss / divisor, (h, w)), whole, strict=True
+    ):
         ratio = divided.double().norm() * divisor / undivided.double().norm()
         assert abs(ratio.item() - 1) < 3e-4
 
@@ -332,7 +338,9 @@ def test_mistakes_that_would_compute_another_loss() -> None:
         defer_lm_head(torch.nn.Linear(4, 5))
 
 
-@pytest.mark.parametrize("kernels", [None, Kernels.compiled("eager")], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "kernels", [None, Kernels.compiled("eager")], ids=["eager", "compiled"]
+)
 def test_masked_logits_of_tokens_that_do_not_count(kernels: Kernels | None) -> None:
     """A model that masks token 0: ignored labels stand for it, and must give neither a loss nor a gradient."""
     logits = torch.randn(6, 9)
@@ -402,7 +410,9 @@ class Names(TorchDispatchMode):
         super().__init__()
         self.found: list[tuple[str, torch.Size]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and not func.is_view:
             self.found.append((func.overloadpacket.__name__, result.shape))

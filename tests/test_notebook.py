@@ -27,7 +27,9 @@ def test_it_has_the_form_of_a_notebook() -> None:
     for cell in BOOK["cells"]:
         code = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
         assert set(cell) == {"cell_type", "id", "metadata", "source"} | code
-        assert cell["cell_type"] in ("code", "markdown") and not any(cell.get(key) for key in code)
+        assert cell["cell_type"] in ("code", "markdown") and not any(
+            cell.get(key) for key in code
+        )
         assert all(line.endswith("\n") for line in cell["source"][:-1]) and cell["source"]
 
 
@@ -37,7 +39,9 @@ def test_its_cells_are_the_commands_of_the_page_which_run_there() -> None:
 
 
 @pytest.mark.parametrize("folder", [FILE.parent, Path("/")])
-def test_it_runs_in_a_checkout_and_beside_an_installed_titan(folder: Path, tmp_path: Path) -> None:
+def test_it_runs_in_a_checkout_and_beside_an_installed_titan(
+    folder: Path, tmp_path: Path
+) -> None:
     """The first cell finds the checkout and titan, and the next installs nothing: pip would fail the test."""
     (tmp_path / "pip").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "pip").chmod(0o755)

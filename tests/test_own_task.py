@@ -54,7 +54,9 @@ class Sums(Task):
         count = torch.tensor(batch.labels_BS.numel())
         return Microbatch(batch.tokens_BS, batch.labels_BS, count)
 
-    def loss(self, mesh: Any, *, output: Any, float8: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(
+        self, mesh: Any, *, output: Any, float8: Any
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda out, labels: F.cross_entropy(
             out.flatten(0, 1).float(), labels.flatten(), reduction="sum"
         )
@@ -62,7 +64,9 @@ class Sums(Task):
 
 def drawn(first: int, count: int) -> Numbers:
     rows = [
-        np.random.Generator(np.random.Philox(key=derive_key("sums", n))).integers(100, size=LENGTH)
+        np.random.Generator(np.random.Philox(key=derive_key("sums", n))).integers(
+            100, size=LENGTH
+        )
         for n in range(first, first + count)
     ]
     tokens = torch.from_numpy(np.stack(rows))

@@ -29,7 +29,9 @@ def users_folder(tmp_path: Path) -> Path:
 def probe(folder: Path, **variables: str) -> list[str]:
     command = [sys.executable, "-c", PROBE]
     environment = {**os.environ, **variables}
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -64,7 +66,9 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
     installed = {p.relative_to(site / "titan") for p in (site / "titan").rglob("*.py")}
     ours = {p.relative_to(ROOT / "titan") for p in (ROOT / "titan").rglob("*.py")}
     ours = {file for file in ours if "tests" not in file.parts}  # of titan/contrib
-    zoo = {Path("models") / p.relative_to(ROOT / "models") for p in (ROOT / "models").rglob("*.py")}
+    zoo = {
+        Path("models") / p.relative_to(ROOT / "models") for p in (ROOT / "models").rglob("*.py")
+    }
     assert installed == ours | zoo  # pyproject.toml lists every package
     assert [file.name for file in (site / "titan" / "docs").iterdir()] == ["schema.json"]
     # The shipped jobs come along: a first run needs no checkout.

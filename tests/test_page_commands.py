@@ -24,7 +24,9 @@ from tests.support.ranks import Pool
 from titan.cli import main
 from titan.config.toml import read_toml
 
-STAND_INS: dict[str, dict[str, Any]] = read_toml(Path(__file__).with_name("page_commands.toml"))[0]
+STAND_INS: dict[str, dict[str, Any]] = read_toml(
+    Path(__file__).with_name("page_commands.toml")
+)[0]
 KEYS = {"why", "before", "replace", "append", "run", "slow", "quick", "prints"}
 WITH_COMMANDS = [page for page in PRESENT if page_commands(page)]
 SLOW = [
@@ -96,7 +98,9 @@ class Reader:
             for old, new in entry.get("replace", []):
                 assert old in text, f"{self.page}: {command}: nothing to replace: {old}"
                 text = text.replace(old, new)
-            text = f"{runnable(text)} {entry['append']}" if "append" in entry else runnable(text)
+            text = (
+                f"{runnable(text)} {entry['append']}" if "append" in entry else runnable(text)
+            )
             where = f"{self.page}:{block.line}: {command}"
             if "before" in entry:
                 self.run(entry["before"], said=where)

@@ -52,10 +52,14 @@ BASE = with_changes(
 
 def job(folder: Path | str, *phases: dict[str, Any], **changes: Any) -> JobConfig:
     config = any_job(folder, base=BASE, **changes)
-    return JobConfig.model_validate(config.model_dump() | {"phase": [*(phases or (LONG, SPLIT))]})
+    return JobConfig.model_validate(
+        config.model_dump() | {"phase": [*(phases or (LONG, SPLIT))]}
+    )
 
 
-def train(config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: bool = False) -> Any:
+def train(
+    config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: bool = False
+) -> Any:
     """Train as titan.train does. Return each trainer's mesh and first step, and how many models stay in memory.
 
     Args:
@@ -70,7 +74,9 @@ def train(config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: boo
     while True:
         trainer = PoolTrainer(config, begin=begin, stop=stop)
         axes = (
-            f"{axis} {n}" for axis, n in trainer.layout.__dict__.items() if axis != "accumulation"
+            f"{axis} {n}"
+            for axis, n in trainer.layout.__dict__.items()
+            if axis != "accumulation"
         )
         seen.append(
             (trainer.step + 1, " x ".join(axis for axis in axes if not axis.endswith(" 1")))
@@ -201,7 +207,9 @@ def test_other_starts(pool: Pool, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, damaged)
     for step in (8, 9):
         shutil.rmtree(damaged / f"checkpoint/step-{step}")
-    largest = max((damaged / "checkpoint/step-6").iterdir(), key=lambda path: path.stat().st_size)
+    largest = max(
+        (damaged / "checkpoint/step-6").iterdir(), key=lambda path: path.stat().st_size
+    )
     largest.write_bytes(largest.read_bytes()[:-100])
     swapped = job(damaged, LONG | {CP: 1, TP: 2}, SPLIT | {CP: 2, TP: 1})
     (_, long), (_, split) = COURSE[1:]

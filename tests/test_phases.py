@@ -60,7 +60,9 @@ def job(folder: Path | str, **changes: Any) -> JobConfig:
     return JobConfig.model_validate(config.model_dump() | {"phase": PHASES})
 
 
-def finish(config: JobConfig, kind: type[Trainer] = Trainer) -> tuple[Trainer, dict[str, Tensor]]:
+def finish(
+    config: JobConfig, kind: type[Trainer] = Trainer
+) -> tuple[Trainer, dict[str, Tensor]]:
     """Run a job; return its trainer, and the gradients of the first step of each phase."""
     check_to_run(config, world_size=dist.get_world_size() if dist.is_initialized() else 1)
     trainer, gradients = kind(config), {}
@@ -105,7 +107,9 @@ def test_each_phase_has_its_batch_its_length_and_its_rate(whole: Path) -> None:
     flops = [4 * 32 * FLOPS(32), 8 * 32 * FLOPS(32), 8 * 64 * FLOPS(64)]
     left = [(2 * flops[0] + 3 * flops[1] + 4 * flops[2]) / flops[0], 4 * flops[2] / flops[1], 0]
     assert [steps_left[n] for n in (0, 5, 9)] == pytest.approx(left)
-    data = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "titan.json").read_text())["data"]
+    data = json.loads((whole / "checkpoint" / f"step-{STEPS}" / "titan.json").read_text())[
+        "data"
+    ]
     assert data["part"]["first"] == 36 and data["part"]["weights"] == [1.0, 0.0]
     events = (whole / "events.jsonl").read_text()
     assert "phase 2, steps 4 to 6: 8 sequences of 32 tokens in a step" in events

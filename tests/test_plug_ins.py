@@ -74,7 +74,9 @@ def test_keys_and_tables(folder: Path) -> None:
     exit_code, _, lines = titan("config", str(job))
     assert (exit_code, lines[0]) == (2, f"{job}:2: kennel.dogs: need more walks")
     exit_code, shown, _ = titan("config", str(job), "--metrics.walks=5", "--comments")
-    assert exit_code == 0 and "[kennel]\n# How many.\ndogs = 9" in shown and "walks = 5" in shown
+    assert (
+        exit_code == 0 and "[kennel]\n# How many.\ndogs = 9" in shown and "walks = 5" in shown
+    )
     exit_code, _, [line, *_] = titan("config", str(job), "--kennel.dog=9")
     assert exit_code == 2 and "did you mean 'dogs'" in line
     schema = json.loads(titan("schema")[1])
@@ -88,7 +90,9 @@ def test_keys_and_tables(folder: Path) -> None:
 
 
 def test_keys_that_are_taken(folder: Path) -> None:
-    install(folder, "my-dog", sections={"metrics.a": "my_dog:Walks", "metrics.b": "my_dog:Walks"})
+    install(
+        folder, "my-dog", sections={"metrics.a": "my_dog:Walks", "metrics.b": "my_dog:Walks"}
+    )
     exit_code, _, [line, *_] = titan("check", DEBUG)
     assert exit_code == 2
     assert line == "entry point metrics.b: [metrics] already has one of its keys"

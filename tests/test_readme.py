@@ -25,7 +25,9 @@ def test_its_first_screen_says_what_a_stranger_asks() -> None:
     assert f"version {titan.__version__}" in " ".join(first.split()) and "`git clone " in first
     # What ran on GPUs, and what did not.
     said = " ".join(next(x for x in first.split("\n\n") if x.startswith("**On GPUs**")).split())
-    assert "on one H100 with torch 2.11" in said and "nothing has run on two or more GPUs" in said
+    assert (
+        "on one H100 with torch 2.11" in said and "nothing has run on two or more GPUs" in said
+    )
 
 
 def test_it_fits_a_screen_and_a_half() -> None:

@@ -41,7 +41,9 @@ def test_the_menu_has_every_page_and_few(tmp_path: Path) -> None:
     assert len(files) <= 20  # with the generated reference, the zoo and scaling
     # MkDocs looks at anchors, and lets links to files pass that it leaves out.
     links = [re.findall(r'href="([^":#]+)["#]', p.read_text()) for p in tmp_path.glob("*.html")]
-    assert {n for names in links for n in names if not Path(f"{tmp_path}/{n}").exists()} == set()
+    assert {
+        n for names in links for n in names if not Path(f"{tmp_path}/{n}").exists()
+    } == set()
     assert 'id="install"' in index and "Edit this page" not in index
     found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
     assert "config.html" in {entry["location"].partition("#")[0] for entry in found}

@@ -46,7 +46,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(folder: Path, *, steps: int = 4, run: Path | None = None, **changes: Any) -> JobConfig:
+def config(
+    folder: Path, *, steps: int = 4, run: Path | None = None, **changes: Any
+) -> JobConfig:
     sections: dict[str, Any] = {
         "model": {"flavor": "tiny", "overrides": {"n_layers": 1, "vocab_size": 400}},
         "tokenizer": {"path": str(folder / "tok")},
@@ -108,7 +110,9 @@ def test_a_resume_with_another_tokenizer_is_refused_before_anything_changes(
     for tokenizer in ({"path": str(folder / "other")}, {"name": "bytes", "path": ""}):
         other = config(folder, tokenizer=tokenizer)
         [found] = problems(other)
-        assert "step-2/titan.json: its weights belong to the tokenizer huggingface of 336" in found
+        assert (
+            "step-2/titan.json: its weights belong to the tokenizer huggingface of 336" in found
+        )
         assert f"set tokenizer.path = {run / 'tokenizer'}, or" in found
         with pytest.raises(CheckpointError, match="its weights belong to the tokenizer"):
             train(other)
@@ -186,7 +190,9 @@ def test_a_start_from_other_weights_names_the_tokenizer(made: Path, tmp_path: Pa
             found = problems(start)
             assert bool(found) is not is_right, found
             if not is_right:
-                assert f"{where}" in found[0] and f"set tokenizer.path = {right}, or" in found[0]
+                assert (
+                    f"{where}" in found[0] and f"set tokenizer.path = {right}, or" in found[0]
+                )
     # A folder without a tokenizer says nothing.
     for file in hf.glob("tokenizer*"):
         file.unlink()
@@ -211,7 +217,9 @@ def test_steps_of_two_tokenizers_have_no_mean(
     steps = [str(folder / "run" / "checkpoint" / "step-2") for folder in (made, tmp_path)]
     assert titan(["average", *steps, "--output", str(tmp_path / "mean")]) == 2
     said = capsys.readouterr().err
-    assert all(step in said for step in steps) and "weights of two tokenizers have no mean" in said
+    assert (
+        all(step in said for step in steps) and "weights of two tokenizers have no mean" in said
+    )
     assert titan(["average", steps[0], steps[0], "--output", str(tmp_path / "mean")]) == 0
     mean = json.loads((tmp_path / "mean" / "checkpoint" / "step-2" / "titan.json").read_text())
     assert mean["text"]["tokenizer"]["vocab_size"] == 336

@@ -83,4 +83,6 @@ def test_a_stopped_main_thread_takes_the_signal_itself() -> None:
         os.kill(process.pid, signal.SIGCONT)
         said = process.communicate()[1]
         assert process.returncode == -signal.SIGABRT
-        assert re.search(r'Current thread .*\n  File "<string>", line 6 in <module>', said), said
+        assert re.search(r'Current thread .*\n  File "<string>", line 6 in <module>', said), (
+            said
+        )

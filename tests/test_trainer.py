@@ -81,14 +81,17 @@ def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
     """Also where, as on a device, the host reads a step's loss one step late; and over a resume."""
     every, some = tmp_path / "every", tmp_path / "some"
     run(job(every))
-    monkeypatch.setattr(Trainer, "max_pending", property(lambda _: late, lambda *_: None), False)
+    monkeypatch.setattr(
+        Trainer, "max_pending", property(lambda _: late, lambda *_: None), False
+    )
     run(job(some, training={"steps": 5}, metrics={"log_freq": 3}))
     run(job(some, metrics={"log_freq": 3}))
     losses = {row["step"]: row["loss"] for row in logged_rows(every)}
     assert [row["loss_mean"] for row in logged_rows(every)] == list(losses.values())
     expected = {1: [1], 3: [2, 3], 5: [4, 5], 6: [6], 8: [7, 8]}
     assert {row["step"]: (row["loss"], row["loss_mean"]) for row in logged_rows(some)} == {
-        step: (losses[step], fmean(losses[s] for s in steps)) for step, steps in expected.items()
+        step: (losses[step], fmean(losses[s] for s in steps))
+        for step, steps in expected.items()
     }
 
 
@@ -112,7 +115,9 @@ def test_a_check_of_replicas_without_replicas_says_so_once(
     assert capsys.readouterr().out.count("is replicated, so there is nothing to compare") == 1
 
 
-def test_harmless_changes_are_no_news(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harmless_changes_are_no_news(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same samples in each step, shared out otherwise, and settings that change no result."""
     run(job(tmp_path, training={"steps": 4, "local_batch_size": 4}))
     changes = {
@@ -253,7 +258,9 @@ def test_validation_is_logged_with_bits_per_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = NextToken.report
-    monkeypatch.setattr(NextToken, "report", lambda *a, **k: (time.sleep(0.5), report(*a, **k))[1])
+    monkeypatch.setattr(
+        NextToken, "report", lambda *a, **k: (time.sleep(0.5), report(*a, **k))[1]
+    )
     files = tmp_path / "text"
     files.mkdir()
     for number in range(40):
@@ -267,7 +274,8 @@ def test_validation_is_logged_with_bits_per_byte(
     run(config)
     by_step = {r["step"]: r for r in logged_rows(tmp_path / "run")}
     assert (
-        "validation_loss" not in by_step[3] and by_step[4]["validation_loss"] < by_step[1]["loss"]
+        "validation_loss" not in by_step[3]
+        and by_step[4]["validation_loss"] < by_step[1]["loss"]
     )
     # One byte a token but for the begin and end tokens: bits per byte a little above loss / ln 2.
     ratio = by_step[8]["bits_per_byte"] / (by_step[8]["validation_loss"] / 0.693147)
@@ -276,7 +284,9 @@ def test_validation_is_logged_with_bits_per_byte(
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"258 tokens, but llama3 tiny has a vocabulary of 100"):
+    with pytest.raises(
+        ValueError, match=r"258 tokens, but llama3 tiny has a vocabulary of 100"
+    ):
         Trainer(job(tmp_path, model={"overrides": {"vocab_size": 100}}))
     torch.distributed.destroy_process_group()
 
@@ -316,7 +326,9 @@ def test_a_hook_of_a_package_runs_before_the_row_is_written_and_is_resumed(
         "titan.run.standard_hooks.plug_ins", lambda group: [*plug_ins(group), Entry]
     )
     for steps in (2, 5):
-        trainer = plain.Trainer(any_job(tmp_path, training={"steps": steps}), hooks=standard_hooks)
+        trainer = plain.Trainer(
+            any_job(tmp_path, training={"steps": steps}), hooks=standard_hooks
+        )
         try:
             assert isinstance(trainer.hooks[-3], Count)
             assert trainer.run() == 0

@@ -231,7 +231,9 @@ def write_run(run: Path) -> None:
         (run / name).write_text(json.dumps(content))
     for name, row in {"metrics.jsonl": TIMES, "logs/rank-0.times.jsonl": TIMES}.items():
         (run / name).write_text(f"{json.dumps(row)}\n" * 5)
-    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/titan/a.py", line 90 in f\n'
+    stack = (
+        'Current thread 0x1 (most recent call first):\n  File "/x/titan/a.py", line 90 in f\n'
+    )
     (run / "logs" / "rank-0.stacks.txt").write_text(stack * 5)
 
 
@@ -449,7 +451,9 @@ def test_damaged_files(reader: str, tmp_path: Path) -> None:
             refused = found["code"] and any(file in line for line in said.splitlines())
             is_clean = all(printable(line) == line for line in said.splitlines())
             is_small = found["bytes"] <= MAX_BYTES and found["cpu_s"] <= MAX_CPU_S
-            is_well = is_clean and is_small and "Traceback" not in said and not found["executed"]
+            is_well = (
+                is_clean and is_small and "Traceback" not in said and not found["executed"]
+            )
             if not is_well or not (refused or is_harmless):
                 wrong.append(f"{kind}, {name}: {found}")
     assert not wrong, "\n".join([*wrong, done.stderr[-3000:]])
@@ -498,7 +502,9 @@ def test_links_within_a_folder_are_followed(tmp_path: Path) -> None:
     link.symlink_to("../../blobs/a")
     assert read_json(link, dict[str, int]) == {"a": 1}
     assert read_json(link, dict[str, int], within=tmp_path) == {"a": 1}
-    with pytest.raises(InputError, match=r"a\.json: cannot be read: it is a link that leads out"):
+    with pytest.raises(
+        InputError, match=r"a\.json: cannot be read: it is a link that leads out"
+    ):
         read_json(link, dict[str, int], within=link.parent)
 
 

@@ -166,7 +166,9 @@ def train(argv: list[str]) -> int:
         if options.new_layout and not is_open:
             print('--new-layout: not used, since the layout is not "auto"', file=sys.stderr)
         if is_open:  # other jobs import no simulator
-            missing = '"auto" needs titan/sim, which is not installed; use "fixed" and the degrees'
+            missing = (
+                '"auto" needs titan/sim, which is not installed; use "fixed" and the degrees'
+            )
             choose = require_part(LayoutChoice, key="parallelism.layout", missing=missing)
             job, choice = choose(job, world_size=num_processes, keep=not options.new_layout)
 
@@ -174,9 +176,9 @@ def train(argv: list[str]) -> int:
             from titan.checks.rules import load_to_run
 
             # Rank 0 warns.
-            return load_to_run(job, world_size=num_processes, options=known, here=True, warn=False)[
-                0
-            ]
+            return load_to_run(
+                job, world_size=num_processes, options=known, here=True, warn=False
+            )[0]
 
         for extension in extensions:
             if (code := extension.launch(options, job, load)) is not None:

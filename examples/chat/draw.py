@@ -37,7 +37,8 @@ def main(folder: Path) -> None:
     question = {thing: f"What colour is the {thing}?" for thing in things}
     answer = {thing: f"The {thing} is {colour[thing]}." for thing in things}
     corpus = [
-        " ".join(f"{question[t]} {answer[t]}" for t in draw.sample(things, 6)) for _ in range(4000)
+        " ".join(f"{question[t]} {answer[t]}" for t in draw.sample(things, 6))
+        for _ in range(4000)
     ]
     chats = []
     for _ in range(2000):

@@ -42,7 +42,9 @@ def write_card(
         table["sequence length"] = f"{config.training.seq_len:,}"
         if reads_text(config):
             table |= {"tokens": f"{saved['tokens']:,}", "data": describe_sources(config)}
-        table["optimizer"] = f"{config.optimizer.name}, peak learning rate {config.optimizer.lr:g}"
+        table["optimizer"] = (
+            f"{config.optimizer.name}, peak learning rate {config.optimizer.lr:g}"
+        )
         if is_average:
             table["weights"] = "an exponential moving average over the steps"
         table |= newest_figures(run / "metrics.jsonl", saved["step"])

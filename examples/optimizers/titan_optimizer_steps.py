@@ -80,7 +80,9 @@ class ScheduleFree(_Stepper):
                 torch.zeros((), device=parameter.device) for _ in range(2)
             )
         (beta1, beta2), lr = group["betas"], group["lr"]
-        y, grad, z, square = map(local, (parameter, _grad(parameter), state["z"], state["square"]))
+        y, grad, z, square = map(
+            local, (parameter, _grad(parameter), state["z"], state["square"])
+        )
         state["steps"] += 1
         square.lerp_(grad.square(), 1 - beta2)
         scale = (square / (1 - beta2 ** state["steps"])).sqrt_().add_(group["eps"])

@@ -48,7 +48,8 @@ class Routes(Hook):
         self.record = trainer.run_dir / record if record else None
         self.replay = trainer.run_dir / replay if replay else None
         self.layers = {
-            moe: int(name.split(".")[1]) for name, moe in trainer.train_step.balance.moes.items()
+            moe: int(name.split(".")[1])
+            for name, moe in trainer.train_step.balance.moes.items()
         }
         self.calls: dict[MoE, int] = {}
         self.array: np.ndarray | None = None  # of this step, on disk
@@ -119,7 +120,9 @@ class Routes(Hook):
 
 def from_environment(trainer: RunProgress) -> Hook:
     """Return the hook that the variables TITAN_RECORD_ROUTES and TITAN_REPLAY_ROUTES ask for; it does nothing without them."""
-    asked = {key: os.environ.get(f"TITAN_{key.upper()}_ROUTES", "") for key in ("record", "replay")}
+    asked = {
+        key: os.environ.get(f"TITAN_{key.upper()}_ROUTES", "") for key in ("record", "replay")
+    }
     if not any(asked.values()):
         return Hook()
     return Routes(trainer, **asked, every=int(os.environ.get("TITAN_RECORD_ROUTES_EVERY", "1")))

@@ -48,7 +48,9 @@ class InnerAttention(nn.Module):
 
     is_causal_softmax = True  # so that context parallelism may compute it block by block
 
-    def __init__(self, *, scale: float | None = None, window: int = 0, causal: bool = True) -> None:
+    def __init__(
+        self, *, scale: float | None = None, window: int = 0, causal: bool = True
+    ) -> None:
         super().__init__()
         self.scale = scale
         self.window = window

@@ -161,7 +161,9 @@ def read_sizes(
     )
     sizes = read_fields(hf, kind, fields)
     if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
-        raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
+        raise ValueError(
+            "num_attention_heads does not divide hidden_size, and head_dim is missing"
+        )
     heads, kv_heads = sizes["n_heads"], sizes["n_kv_heads"]
     if not kv_heads or heads % kv_heads:
         raise ValueError(
@@ -175,7 +177,9 @@ def completed(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
 
     hf_defaults.json has these values.
     """
-    defaults = json.loads(Path(__file__).with_name("hf_defaults.json").read_text(encoding="utf-8"))
+    defaults = json.loads(
+        Path(__file__).with_name("hf_defaults.json").read_text(encoding="utf-8")
+    )
     return defaults[model_type] | hf
 
 
@@ -209,7 +213,9 @@ def require(
     found = hf.get("quantization_config")
     if found and (found.get("quant_method"), found.get("weight_block_size")) != quantized:
         form = (
-            "fp8 in blocks of 128 x 128" if quantized == FP8 else f"{quantized[0]} in this family"
+            "fp8 in blocks of 128 x 128"
+            if quantized == FP8
+            else f"{quantized[0]} in this family"
         )
         raise ValueError(f"quantization_config is {found}; titan reads {form} and no other")
 

@@ -160,7 +160,9 @@ def grouped_mm(tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor
         weights_eIO: one matrix for each group.
         ends_e: end of each group in `tokens_RI`, int32.
     """
-    return torch._grouped_mm(tokens_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
+    return torch._grouped_mm(
+        tokens_RI, weights_eIO, offs=ends_e
+    )  # public only from torch 2.12 on
 
 
 def grouped_matmuls(
@@ -234,7 +236,9 @@ class _AddBias(torch.autograd.Function):
         ctx.save_for_backward(owners_R)
         ctx.num_experts, ctx.is_padded = len(bias_eO), is_padded
         # Padding behind the last group is cut off later, so any bias may be added to it.
-        return tokens_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
+        return (
+            tokens_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -271,7 +275,9 @@ class MoE(nn.Module, ExpertModule, RoutedExperts):
         self.register_buffer("bias", torch.empty(E, dtype=torch.float32))
         self.register_buffer("loads", torch.empty(E, dtype=torch.int64), persistent=False)
         is_state = config.global_balance_coeff > 0
-        self.register_buffer("last_loads", torch.empty(E, dtype=torch.int64), persistent=is_state)
+        self.register_buffer(
+            "last_loads", torch.empty(E, dtype=torch.int64), persistent=is_state
+        )
         self.dispatcher: Callable[..., Tensor] = run_experts
         self.route_sources: list[RouteSource] = []
         # The global batch's, set before each step.
@@ -296,7 +302,9 @@ class MoE(nn.Module, ExpertModule, RoutedExperts):
         for source in self.route_sources:
             source.put(self, ids_TK)
         weights_TK = self.router.weigh(scores_TE, ids_TK)
-        weights_TK = _RouterTerms.apply(weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD))
+        weights_TK = _RouterTerms.apply(
+            weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD)
+        )
         shared: list[Tensor] = []
 
         def run_shared_experts() -> None:
@@ -346,7 +354,9 @@ class MoE(nn.Module, ExpertModule, RoutedExperts):
             if self.sum_over_sequence is not None:
                 counts_BE = self.sum_over_sequence(counts_BE)
                 length = int(self.num_tokens // self.num_sequences)
-            scale = config.sequence_balance_coeff / self.num_sequences * E / (K * length * length)
+            scale = (
+                config.sequence_balance_coeff / self.num_sequences * E / (K * length * length)
+            )
             grad_BE = counts_BE.to(log_sum_T.dtype) * scale
             grad_TE = grad_BE.repeat_interleave(len(ids_TK) // batch, 0)
         if config.global_balance_coeff:

@@ -36,9 +36,13 @@ def rope_frequencies(
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
-    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
+    turns = (
+        scaling.original_context * frequencies / (2 * math.pi)
+    )  # within the original context
     # 1 for short wavelengths, 0 for long ones, and between them in proportion.
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     keep = keep.clamp(0, 1)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 

@@ -98,8 +98,12 @@ def read_config(hf: dict[str, Any]) -> GptOssConfig:
     )
     if rope["rope_type"] != "default":
         same = {"truncate": True} | rope
-        if rope.get("attention_factor") or any(same.get(k, v) != v for k, v in _YARN_ONLY.items()):
-            raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {_YARN_ONLY}")
+        if rope.get("attention_factor") or any(
+            same.get(k, v) != v for k, v in _YARN_ONLY.items()
+        ):
+            raise ValueError(
+                f"rope_scaling is {rope}; titan's model has YaRN with {_YARN_ONLY}"
+            )
         config = replace(config, **hf_names.read_fields(rope, GptOssConfig, _YARN))
     types = hf.get("layer_types")
     if types and set(types) == {"full_attention"}:

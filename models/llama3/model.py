@@ -63,7 +63,9 @@ class Attention(nn.Module):
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, S, H, K), keys and values (B, S, G, K)."""
         # -1 for the number of heads: under tensor parallelism each rank holds some of them.
-        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+        )
         return q, k, v
 
 

@@ -34,7 +34,9 @@ _experts = flavors_by(
 )
 FLAVORS: dict[str, Qwen3Config] = {
     # titan's own, as Llama's of that name
-    "tiny": _qwen3(64, 8, 4, 192, n_kv_heads=2, head_dim=32, vocab_size=2048, tied_embeddings=True),
+    "tiny": _qwen3(
+        64, 8, 4, 192, n_kv_heads=2, head_dim=32, vocab_size=2048, tied_embeddings=True
+    ),
     # TorchTitan v0.2.2's
     "debugmodel": _qwen3(256, 8, 16, 3072, vocab_size=2048, tied_embeddings=True),
     "0.6B": _qwen3(1024, 28, 16, 3072, tied_embeddings=True),

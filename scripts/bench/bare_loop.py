@@ -75,7 +75,9 @@ def build_step(
             weight.grad, parameter.grad = parameter.grad.float(), None
 
         parameter.register_post_accumulate_grad_hook(cast)
-    optimizer = torch.optim.AdamW(weights, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        weights, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True
+    )
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1).float(), labels)

@@ -91,7 +91,9 @@ def measure(mode: str, args: argparse.Namespace) -> tuple[list[float], float, fl
     ):
         job = Path(folder) / "job.toml"
         job.write_text(JOB.format(**vars(args), ffn_dim=4 * args.dim))
-        config = load_config(job, overrides=[f"job.dump_folder={folder}", f"checkpoint.{setting}"])
+        config = load_config(
+            job, overrides=[f"job.dump_folder={folder}", f"checkpoint.{setting}"]
+        )
         trainer = Trainer(config, hooks=standard_hooks)
         trainer.start()
         checkpointing = trainer.hook(Checkpointing)
@@ -179,14 +181,18 @@ def peers(args: argparse.Namespace) -> None:
                 torch.multiprocessing.spawn(_peers_on, (ranks, tensors, folder, args), ranks)
 
 
-def _peers_on(rank: int, ranks: int, tensors: int, folder: str, args: argparse.Namespace) -> None:
+def _peers_on(
+    rank: int, ranks: int, tensors: int, folder: str, args: argparse.Namespace
+) -> None:
     """Measure on one rank, in turns; rank 0 prints medians of the slowest rank's seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     rows = max(args.mib * 2**20 // 4 // 64 // tensors // ranks, 1)
     state: dict[str, Any] = {
-        f"model.{i}": DTensor.from_local(torch.randn(rows, 64), mesh, [Shard(0)], run_check=False)
+        f"model.{i}": DTensor.from_local(
+            torch.randn(rows, 64), mesh, [Shard(0)], run_check=False
+        )
         for i in range(tensors)
     }
     plain, saved = {k: v.to_local() for k, v in state.items()}, Path(folder)
@@ -251,11 +257,15 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--every", type=int, default=12, help="steps from save to save")
     parser.add_argument("--mib", type=int, default=400, help="of the others")
-    parser.add_argument("--folder", help="where to save; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", help="where to save; default: the system's temporary folder"
+    )
     parser.add_argument("--shares", action="store_true")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--ranks", default="1,2,4,8")
-    parser.add_argument("--tensors", default="100,1000", help="into how many tensors --mib are cut")
+    parser.add_argument(
+        "--tensors", default="100,1000", help="into how many tensors --mib are cut"
+    )
     args = parser.parse_args()
     (peers if args.peers else shares if args.shares else compare_modes)(args)
 

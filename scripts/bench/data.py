@@ -58,7 +58,9 @@ def timed(function: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, cpu_s() - cpu
 
 
-def timed_command(command: Callable[[list[str]], int], *arguments: object) -> tuple[float, float]:
+def timed_command(
+    command: Callable[[list[str]], int], *arguments: object
+) -> tuple[float, float]:
     """Time a command of titan, which must succeed."""
 
     def work() -> None:
@@ -67,7 +69,9 @@ def timed_command(command: Callable[[list[str]], int], *arguments: object) -> tu
     return timed(work)
 
 
-def timed_prepare(text: Path, tokenizer: str, output: Path, *more: object) -> tuple[float, float]:
+def timed_prepare(
+    text: Path, tokenizer: str, output: Path, *more: object
+) -> tuple[float, float]:
     options = ("--input", text, "--tokenizer", tokenizer, "--output", output, *more)
     return timed_command(prepare, *options)
 
@@ -82,12 +86,16 @@ def write_copies(folder: Path) -> Path:
     """Write the library four times, about 45 MB, with a mark that makes each copy its own."""
     folder.mkdir()
     for copy in range(4):
-        lines = (json.dumps({"text": f"# copy {copy}\n{text}"}) + "\n" for text in library_texts())
+        lines = (
+            json.dumps({"text": f"# copy {copy}\n{text}"}) + "\n" for text in library_texts()
+        )
         (folder / f"{copy}.jsonl").write_text("".join(lines))
     return folder
 
 
-def write_words(file: Path, *, lengths: range, num_bytes: float = 1e18, count: int = 2**62) -> Path:
+def write_words(
+    file: Path, *, lengths: range, num_bytes: float = 1e18, count: int = 2**62
+) -> Path:
     """Write documents of consecutive words of the library, from random places, until the file is as large as asked."""
     words = " ".join(library_texts()).split()
     generator, size = random.Random(0), 0
@@ -104,7 +112,9 @@ def write_words(file: Path, *, lengths: range, num_bytes: float = 1e18, count: i
 def open_loader(source: s.Section, vocabulary: str, cache: Path) -> Loader:
     section = s.TokenizerSection(name="auto" if vocabulary else "bytes", path=vocabulary)
     dataloader = s.DataloaderSection(num_workers=0)
-    training = s.TrainingSection(seq_len=SEQUENCE, local_batch_size=BATCH, dataloader=dataloader)
+    training = s.TrainingSection(
+        seq_len=SEQUENCE, local_batch_size=BATCH, dataloader=dataloader
+    )
     data = s.DataSection(cache_folder=str(cache)).model_copy(update={"sources": [source]})
     task = NextToken(s.JobConfig().model_copy(update={"training": training, "data": data}))
     task.tokenizer = build_tokenizer(section, hf_assets_path="")
@@ -138,7 +148,9 @@ def torchtitan_batches(file: Path, vocabulary: str) -> Iterator[object]:
     logging.disable()
     text_datasets.DATASETS["local"] = DatasetConfig(
         path=str(file),
-        loader=lambda path: load_dataset("json", data_files=path, split="train", streaming=True),
+        loader=lambda path: load_dataset(
+            "json", data_files=path, split="train", streaming=True
+        ),
         sample_processor=lambda row: row["text"],
     )
     config = JobConfig()
@@ -265,7 +277,9 @@ def start(folder: Path, text: Path, cache: Path, *, ranks: int) -> float:
 
 
 def compare_start(folder: Path, *, rounds: int, megabytes: int) -> None:
-    text = write_words(folder / "words.jsonl", lengths=range(200, 1200), num_bytes=megabytes * 1e6)
+    text = write_words(
+        folder / "words.jsonl", lengths=range(200, 1200), num_bytes=megabytes * 1e6
+    )
     # The start with a cache does not depend on the size.
     short = write_words(folder / "short.jsonl", lengths=range(200, 1200), num_bytes=2e7)
     start(folder, short, folder / "warm", ranks=1)

@@ -41,7 +41,9 @@ from titan.config.toml import read_toml
 BF16, FP32 = torch.bfloat16, torch.float32
 Call = Callable[[], Any]
 FLUSH_BYTES = 2**28  # five times the L2 cache of an H100
-SLEEP_CYCLES = 1_500_000  # 0.9 ms at 1.7 GHz: what the host needs to launch a call of many kernels
+SLEEP_CYCLES = (
+    1_500_000  # 0.9 ms at 1.7 GHz: what the host needs to launch a call of many kernels
+)
 SECONDS = 0.1  # of calls for each row
 SAMPLE = 300_000_000  # parameters that copies and AdamW are timed on, in whole blocks
 
@@ -200,7 +202,9 @@ def attention_kernel(name: str) -> Iterator[None]:
     if other:
         attention.activate_flash_attention_impl(name.upper())
     try:
-        with attention.sdpa_kernel(getattr(attention.SDPBackend, f"{ATTENTION[name]}_ATTENTION")):
+        with attention.sdpa_kernel(
+            getattr(attention.SDPBackend, f"{ATTENTION[name]}_ATTENTION")
+        ):
             yield
     finally:
         if other:
@@ -530,7 +534,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="where rows and decisions are written")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--limit-s", type=float, default=60, help="rows begun later have no figure")
+    parser.add_argument(
+        "--limit-s", type=float, default=60, help="rows begun later have no figure"
+    )
     args = parser.parse_args()
     end = time.monotonic() + args.limit_s
     torch.manual_seed(0)

@@ -74,7 +74,9 @@ def train(
 ) -> list[Path]:
     """Train the runs of a recipe that are not there, and return their folders."""
     steps = round(times * STEPS)
-    name = ",".join(["plain", *changes, f"{steps} steps", *["decays"] * decays, f"{ranks} ranks"])
+    name = ",".join(
+        ["plain", *changes, f"{steps} steps", *["decays"] * decays, f"{ranks} ranks"]
+    )
     found = []
     for seed in seeds:
         run = folder / name.replace("/", "_") / str(seed)
@@ -153,7 +155,9 @@ def main() -> None:
         factors = truth(folder, a, b, decays=decays, ranks=ranks)
         for what, factor in zip(("tokens", "money"), factors, strict=True):
             if what == "tokens" or ranks > 1:
-                print(f"{name}: {verdict(what, found['changes'].get(what), factor)}", flush=True)
+                print(
+                    f"{name}: {verdict(what, found['changes'].get(what), factor)}", flush=True
+                )
         print(f"  {found['answer']}", flush=True)
 
 

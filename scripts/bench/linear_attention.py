@@ -93,7 +93,9 @@ def main() -> None:
         "--compiled", action="store_true", help="plain torch compiled, too: minutes"
     )
     args = parser.parse_args()
-    print("| layer | tokens | | forward, ms | both, ms | memory, GiB |\n|---|---|---|---|---|---|")
+    print(
+        "| layer | tokens | | forward, ms | both, ms | memory, GiB |\n|---|---|---|---|---|---|"
+    )
     for name, layer in LAYERS.items():
         for length in map(int, args.lengths.split(",")):
             given = inputs(layer, length)

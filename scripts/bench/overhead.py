@@ -271,7 +271,9 @@ def measure(args: argparse.Namespace, contestant: str, size: str, *, ranks: int,
         command += ["--sizes", size, "--steps", str(steps)]
         with (Path(folder) / "log.txt").open("w+") as log:
             begin = time.perf_counter()
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=log
+            )
             _, status, usage = os.wait4(process.pid, 0)
             wall_s = time.perf_counter() - begin
             if status:

@@ -140,8 +140,12 @@ def main() -> None:
                         sys.exit(f"{reader.__name__} failed:\n{done.stderr.decode()[-2000:]}")
                     figures.setdefault(reader.__name__, []).append(json.loads(done.stdout))
             for reader, turns in figures.items():
-                cpu, read, peak = (statistics.median(column) for column in zip(*turns, strict=True))
-                print(f"| {rows:,} | {reader} | {cpu:.3f} | {read:.2f} | {peak:.1f} |", flush=True)
+                cpu, read, peak = (
+                    statistics.median(column) for column in zip(*turns, strict=True)
+                )
+                print(
+                    f"| {rows:,} | {reader} | {cpu:.3f} | {read:.2f} | {peak:.1f} |", flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ def measure(tree: Path, folder: str, *, processes: int) -> dict[str, float]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
 
 
 def main() -> None:
@@ -91,7 +93,9 @@ def main() -> None:
     parser.add_argument("--processes", default="2,6")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(f"{'processes':<10}{'':<8}" + "".join(f"{column:>15}" for column in COLUMNS) + "   load")
+    print(
+        f"{'processes':<10}{'':<8}" + "".join(f"{column:>15}" for column in COLUMNS) + "   load"
+    )
     for processes in map(int, options.processes.split(",")):
         found: dict[str, list[dict[str, float]]] = {tree: [] for tree in options.trees}
         loads: list[float] = []

@@ -135,7 +135,9 @@ def time_cases(wanted: list[str]) -> int:
 
 def left_open(job: Path) -> str:
     """Return a job without degrees and recomputation."""
-    text = re.sub(r"^\[activation_checkpoint\]\n([^\[\n].*\n|\n)*", "", job.read_text(), flags=re.M)
+    text = re.sub(
+        r"^\[activation_checkpoint\]\n([^\[\n].*\n|\n)*", "", job.read_text(), flags=re.M
+    )
     return re.sub(r"^(\w*degree|pipeline_\w+|fsdp_reshard\w+) *=.*\n", "", text, flags=re.M)
 
 
@@ -193,7 +195,9 @@ def simulate_spaces() -> int:
     for space in spaces.values():
         job, most = space["job"], max(row["point"]["tp"] for row in space["rows"])
         profile, config = load_profile(space["hardware"]), load_from_argv(job)
-        search = LayoutSearch(job, config, profile, world_size=space["world"], held=space["held"])
+        search = LayoutSearch(
+            job, config, profile, world_size=space["world"], held=space["held"]
+        )
         points = [p for p in search.points if p.tp <= most and search.legal(p)]
         variants = search(map(search.settings, points))
         space["rows"] = [

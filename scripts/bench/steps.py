@@ -288,7 +288,8 @@ def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> 
     expected_s: dict[tuple[str, str], float] = {}
     for variant, number, contestant in product(args.variants, range(args.rounds), args.against):
         key = {
-            name: getattr(args, name) for name in ("model", "batch", "seq_len", "warm_up", "steps")
+            name: getattr(args, name)
+            for name in ("model", "batch", "seq_len", "warm_up", "steps")
         }
         key |= {"variant": variant, "contestant": contestant, "round": number}
         known = [done for done in results["runs"] if key.items() <= done.items()]
@@ -309,7 +310,9 @@ def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> 
         try:
             figures = run(where, args, contestant, limit_s=left_s)
         except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after {left_s:.0f} s (--limit-s); run the same command again")
+            print(
+                f"{name}: stopped after {left_s:.0f} s (--limit-s); run the same command again"
+            )
             return passed
         expected_s[variant, contestant] = 1.1 * figures["wall_s"]
         passed = passed and "error" not in figures
@@ -345,7 +348,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--against", type=one_of(COMMANDS), default="titan,torchtitan,bare")
     add("--json", type=Path, help="where the runs are gathered")
     add("--batch", type=int, help="sequences a step; default: what fits the card")
-    add("--expect", metavar="CARD,...", help="run nothing; simulate titan's rows on these cards")
+    add(
+        "--expect", metavar="CARD,...", help="run nothing; simulate titan's rows on these cards"
+    )
     add("--seq-len", type=int, default=8192)
     add("--rounds", type=int, default=3, help="runs of each row")
     add("--warm-up", type=int, default=5, help="steps that are not counted")
@@ -361,12 +366,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.against = ["titan"]
     elif not args.json:
         parser.error("--json is missing")
-    if MODELS[args.model].family != "llama3" and not {"titan", "before"}.issuperset(args.against):
+    if MODELS[args.model].family != "llama3" and not {"titan", "before"}.issuperset(
+        args.against
+    ):
         parser.error(f"{args.model} is for titan alone: --against titan")
     for variant, contestant in product(args.variants, args.against):
         for part in variant.split("+"):
             if contestant not in OWN.get(part, COMMANDS):
-                parser.error(f"{part} is for {', '.join(sorted(OWN[part]))}, not for {contestant}")
+                parser.error(
+                    f"{part} is for {', '.join(sorted(OWN[part]))}, not for {contestant}"
+                )
     if min(args.warm_up, args.steps) < 1:
         parser.error("--warm-up and --steps must be at least 1: the first step compiles")
     return args

@@ -123,7 +123,9 @@ def _rate(factor: float, later: int = 0) -> Any:
     )
 
 
-def _in_optimizer(change: Callable[[torch.optim.Optimizer], None], *, after: bool = False) -> Any:
+def _in_optimizer(
+    change: Callable[[torch.optim.Optimizer], None], *, after: bool = False
+) -> Any:
     def init(original: Any, self: Any) -> None:
         original(self)
         hook = (
@@ -273,7 +275,9 @@ def swap(
     words = [word for word in words if word != "phase"]
     error = io.StringIO()
     with patch.object(experiment, "train", _trains(fault)), contextlib.redirect_stderr(error):
-        code = titan(["swap", str(old), "--to=new.toml", "--steps=4", "--json=found.json", *words])
+        code = titan(
+            ["swap", str(old), "--to=new.toml", "--steps=4", "--json=found.json", *words]
+        )
     if code == 2:
         return code, error.getvalue().strip().replace("\n", " ")
     result = json.loads(Path("found.json").read_text())["result"]

@@ -59,7 +59,9 @@ def damages(dice: random.Random) -> list[Callable[[Path], None]]:
 
     def insert(file: Path) -> None:
         data, at = file.read_bytes(), dice.randrange(file.stat().st_size + 1)
-        piece = dice.choice([ESCAPE.encode(), b"\x00", b"[" * 1000, b"\xff", b"{}\n", data[:at]])
+        piece = dice.choice(
+            [ESCAPE.encode(), b"\x00", b"[" * 1000, b"\xff", b"{}\n", data[:at]]
+        )
         file.write_bytes(data[:at] + piece + data[at:])
 
     def setting(text: str) -> str:

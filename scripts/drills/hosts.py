@@ -206,7 +206,9 @@ def refuse(groups: Groups, lost: int, change: str) -> Iterator[Row]:
     assert code == 2 and is_named and change.partition("=")[0] in last, last
     groups.start(lost)
     event: Row = {"both_s": groups.both_s()}
-    later = [row["unix_s"] for row in rows_of(groups.folder, survivor) if row["unix_s"] > began_s]
+    later = [
+        row["unix_s"] for row in rows_of(groups.folder, survivor) if row["unix_s"] > began_s
+    ]
     # The longest time that the survivor has taken for a step.
     yield event | {"next_s": max(map(sub, later, [began_s, *later]))}
 

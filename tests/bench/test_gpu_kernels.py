@@ -26,7 +26,9 @@ def book_of(script: Any, limit_s: float = 600) -> Any:
     return script.Book(torch.device("cpu"), time.monotonic() + limit_s)
 
 
-def test_a_kernel_has_a_figure_or_a_reason(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_has_a_figure_or_a_reason(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     [model, _], book = script.TINY, book_of(script)
     script.attention_rows(model, book)
     script.matmul_rows(model, book)
@@ -64,7 +66,10 @@ def test_decisions_by_hand(script: Any, capsys: pytest.CaptureFixture[str]) -> N
         """Set the figure of the rows whose name begins with a key, in which underscores stand for spaces."""
         for key, figure in ms.items():
             names = {
-                name for _, terms in script.choices(model) for t in terms.values() for name, _ in t
+                name
+                for _, terms in script.choices(model)
+                for t in terms.values()
+                for name, _ in t
             }
             for name in names:
                 if name.startswith(key.replace("_", " ")):
@@ -82,7 +87,9 @@ def test_decisions_by_hand(script: Any, capsys: pytest.CaptureFixture[str]) -> N
         fp32=1,
         bf16=1,
     )
-    prices(attention_fa3=0.75, attention_cudnn=2, logsumexp_online=0.5, q_forward=2, output_dX=2)
+    prices(
+        attention_fa3=0.75, attention_cudnn=2, logsumexp_online=0.5, q_forward=2, output_dX=2
+    )
     book.find(model, "attention fa4 forward").ms = None
     book.find(model, "attention fa4 forward").reason = "not installed"
     decisions = {each["what"]: each for each in script.decide(model, book)}
@@ -119,10 +126,13 @@ def test_the_whole_script(
     for row in written["rows"]:
         assert (row["ms"] is None) == bool(row["reason"]), row
         assert "dtype_out" in row["reason"] or row["flops"] + row["bytes"] > 0
-    compiled = [row for row in written["rows"] if row["name"].startswith(("AdamW", "logsumexp"))]
+    compiled = [
+        row for row in written["rows"] if row["name"].startswith(("AdamW", "logsumexp"))
+    ]
     assert len(compiled) == 14 and all(row["ms"] for row in compiled), compiled
     assert (
-        len(written["decisions"]) == 16 and "tiny-blocks, log-sum-exp: " in capsys.readouterr().out
+        len(written["decisions"]) == 16
+        and "tiny-blocks, log-sum-exp: " in capsys.readouterr().out
     )
 
 
@@ -133,7 +143,9 @@ def test_the_compiled_update_is_adamw(script: Any) -> None:
     state = [torch.zeros(300, dtype=torch.float64) for _ in "ab"]
     low, scale = torch.empty(300, dtype=torch.bfloat16), torch.tensor(0.5)
     theirs = torch.nn.Parameter(weight)
-    optimizer = torch.optim.AdamW([theirs], lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
     for step in (1, 2, 3):
         corrections = torch.tensor([1 - 0.9**step, 1 - 0.95**step], dtype=torch.float64)
         script.adamw_with_cast(mine, gradient, *state, low, scale, corrections)

@@ -136,7 +136,9 @@ def test_the_plan(tmp_path: Path) -> None:
     ]
     assert parts["accumulated-8B"][3] <= 540
     sums = [row[3] for row in parts.values()]
-    assert sums == [sum(row[2] for row in list(parts.values())[: n + 1]) for n in range(len(sums))]
+    assert sums == [
+        sum(row[2] for row in list(parts.values())[: n + 1]) for n in range(len(sums))
+    ]
     assert all(least <= expected <= most for least, most, expected, _ in parts.values()), parts
     tests = [name for name in parts if name.startswith("tests-")]
     assert {*tests} == TESTS and tests[0] == HUNG and tests[-1].endswith("linear_attention")
@@ -146,7 +148,9 @@ def test_the_plan(tmp_path: Path) -> None:
 
 def test_what_cannot_run_is_left_out_with_a_word(tmp_path: Path) -> None:
     lacking = ("torchtitan", "torchao", "transformers", "fla", "flash_attn_interface")
-    said, parts = plan(tmp_path, SAID="".join(f"missing: {n}, which ... need\n" for n in lacking))
+    said, parts = plan(
+        tmp_path, SAID="".join(f"missing: {n}, which ... need\n" for n in lacking)
+    )
     without = {"peers-8B", "curve", "hybrid", "linear", "attention-1B", "pair-8B-float8"}
     without.add("profile-pair-8B-float8")
     assert without.isdisjoint(parts), parts

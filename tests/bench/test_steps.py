@@ -46,7 +46,9 @@ def test_titan_and_the_bare_loop_train_and_are_not_run_again(
     first = runs(out, "titan,bare", *keep)
     assert [run["contestant"] for run in first] == ["titan", "bare"]
     for run in first:
-        assert len(run["windows"]) == 2 and run["tokens_per_s"] > 0 and run["reserved_gib"] > 0.1
+        assert (
+            len(run["windows"]) == 2 and run["tokens_per_s"] > 0 and run["reserved_gib"] > 0.1
+        )
         assert 7 < run["loss"] < 9  # log(2048) = 7.6
     losses = [row["loss"] for row in logged_rows(tmp_path / "runs/eager-0-bare")]
     assert losses == sorted(losses, reverse=True) and losses[0] - losses[2] > 0.005  # one batch
@@ -152,7 +154,9 @@ import torchtitan_spec
 """
     old = tmp_path / "transformers-5.17.0.dist-info"
     old.mkdir()
-    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
+    (old / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n"
+    )
     paths = [str(tmp_path), str(ROOT / "scripts/bench"), str(ROOT)]
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -279,7 +283,9 @@ def test_what_is_expected_is_what_the_simulator_says(
     monkeypatch.setitem(STEPS["expect"].__globals__, "EXPECTED", tmp_path / "expected.json")
     STEPS["main"](["--model", "1B", "--variants", "eager", "--expect", "h100-sxm"])
     found = json.loads((tmp_path / "expected.json").read_text())["h100-sxm"]
-    assert found == pytest.approx({"1B, 8192, 2, eager": committed["1B, 8192, 2, eager"]}, rel=0.01)
+    assert found == pytest.approx(
+        {"1B, 8192, 2, eager": committed["1B, 8192, 2, eager"]}, rel=0.01
+    )
 
 
 def test_batches_fit_the_card() -> None:

@@ -114,7 +114,9 @@ def save(folder: Path, mode: str, parallelism: dict[str, int], blocks: int) -> d
         *((layout, "async") for layout in LAYOUTS),
     ],
 )
-def test_a_state_needs_no_communication(layout: str, mode: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_state_needs_no_communication(
+    layout: str, mode: str, pool: Pool, tmp_path: Path
+) -> None:
     parallelism = LAYOUTS[layout]
     ranks = 4 if len(parallelism) == 2 else 2
     counts = []

@@ -72,7 +72,9 @@ def loss_of(weights: dict[str, Tensor], config: JobConfig) -> float:
     ("before", "after"),
     [("tensorwise", ""), ("rowwise", ""), ("", "tensorwise"), ("tensorwise", "rowwise")],
 )
-def test_fine_tuning_begins_with_the_saved_weights(before: str, after: str, tmp_path: Path) -> None:
+def test_fine_tuning_begins_with_the_saved_weights(
+    before: str, after: str, tmp_path: Path
+) -> None:
     pretrained = train(config(tmp_path / "before", before, steps=PRETRAINED))
     step = tmp_path / "before" / "checkpoint" / f"step-{PRETRAINED}"
     weights = saved_tensors(step)
@@ -85,7 +87,9 @@ def test_fine_tuning_begins_with_the_saved_weights(before: str, after: str, tmp_
     assert all(map(math.isfinite, tuned)) and len(tuned) == TUNED
     first = loss_of(weights, plain.model_copy(update={"job": job(tmp_path / "one").job}))
     if after:
-        assert 1e-6 < abs(tuned[0] - first) / first < 1e-2  # the rounding of 8 bits, and no more
+        assert (
+            1e-6 < abs(tuned[0] - first) / first < 1e-2
+        )  # the rounding of 8 bits, and no more
     else:
         assert tuned[0] == pytest.approx(first, rel=1e-6)
     # Not the weights of the beginning: a run that loads nothing has another loss.

@@ -241,7 +241,8 @@ def test_a_folder_saved_in_both_forms_is_read_as_transformers_reads_it(
     newest: str, sources, tmp_path: Path
 ) -> None:
     models = [
-        transformers.LlamaForCausalLM.from_pretrained(sources["llama3", False]) for _ in range(2)
+        transformers.LlamaForCausalLM.from_pretrained(sources["llama3", False])
+        for _ in range(2)
     ]
     with torch.no_grad():
         for weight in models[1].parameters():
@@ -289,7 +290,9 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     assert losses(by_step) == pytest.approx(losses(by_folder), rel=1e-5)
     # Those of the drawn weights are not the same.
     assert abs(losses(by_step)[0] - losses(drawn)[0]) > 0.01
-    step_2 = by_folder / "checkpoint" / "step-2"  # TorchTitan's place; the checkpoint stays whole
+    step_2 = (
+        by_folder / "checkpoint" / "step-2"
+    )  # TorchTitan's place; the checkpoint stays whole
     assert find_damage(step_2) == []
     saved = tensors_of(step_2)
     model = HFModel.of("qwen3", job(source, {}, folder=drawn).model.sizes)
@@ -347,7 +350,9 @@ def test_command_there_and_back(
     assert convert.main(["from-hf", str(with_tokenizer), str(there)]) == 0
     config = load_config(DEBUG, overlays=[there / "config.toml"])
     assert config.model.name == name and config.checkpoint.initial_load_path
-    assert config.tokenizer == TokenizerSection(path=str(there / "tokenizer")), "the job's own wins"
+    assert config.tokenizer == TokenizerSection(path=str(there / "tokenizer")), (
+        "the job's own wins"
+    )
     argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
     assert convert.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
     assert "in bfloat16" in capsys.readouterr().out
@@ -601,7 +606,9 @@ def test_a_failed_export_leaves_what_was_there(
     export_state(out, state, before, group=CheckpointGroup())
     expected = tensors_of(out)
     monkeypatch.setattr(export, "_write_file", full_disk)
-    with pytest.raises(SaveFailed, match=r"out: the Hugging Face folder was not written.*No space"):
+    with pytest.raises(
+        SaveFailed, match=r"out: the Hugging Face folder was not written.*No space"
+    ):
         export_state(out, {k: v + 1 for k, v in state.items()}, before, group=CheckpointGroup())
     assert_same(tensors_of(out), expected)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

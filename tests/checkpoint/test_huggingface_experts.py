@@ -95,7 +95,9 @@ def test_there_and_back(name: str, sources, tmp_path: Path) -> None:
         ours = family(family_name).build_model(sizes)
     materialize(ours, device="cpu")
     state = checkpoints.model_state([ours])
-    huggingface.load(source, state, model=HFModel.of(family_name, sizes), group=CheckpointGroup())
+    huggingface.load(
+        source, state, model=HFModel.of(family_name, sizes), group=CheckpointGroup()
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
@@ -117,7 +119,9 @@ def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tupl
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe", "GptOss"])
-def test_the_same_folder_from_every_degree(name: str, sources, pool: Pool, tmp_path: Path) -> None:
+def test_the_same_folder_from_every_degree(
+    name: str, sources, pool: Pool, tmp_path: Path
+) -> None:
     layouts = [({"dp_shard": 4}, 1), ({"dp_shard": 4}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
     folders = []
     for degrees, ep in layouts:
@@ -131,7 +135,9 @@ def test_the_same_folder_from_every_degree(name: str, sources, pool: Pool, tmp_p
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe"])
-def test_fused_experts_are_the_same_weights(name: str, sources, pool: Pool, tmp_path: Path) -> None:
+def test_fused_experts_are_the_same_weights(
+    name: str, sources, pool: Pool, tmp_path: Path
+) -> None:
     """As transformers 5 has them in memory: one tensor of a block's experts, gate over up."""
     fused, there, back = (tmp_path / folder for folder in ("fused", "there", "back"))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(sources[name])
@@ -170,7 +176,9 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     assert after["model.norm.weight"].dtype == torch.bfloat16
     # Refused before the first step, not after the last one.
     qwen = job(sources["Qwen3Moe"], {}, folder=tmp_path / "c", **last)
-    with pytest.raises(RankFailed, match="Qwen3MoeForCausalLM of transformers has no routing bias"):
+    with pytest.raises(
+        RankFailed, match="Qwen3MoeForCausalLM of transformers has no routing bias"
+    ):
         pool.run(1, train, with_ep(qwen, 1, load_balance_coeff=1e-3))
 
 
@@ -398,7 +406,9 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
 
 
 def test_a_model_that_transformers_has_not() -> None:
-    with pytest.raises(CheckpointError, match=r"has no group_top_k = 2; it has group_top_k = 1"):
+    with pytest.raises(
+        CheckpointError, match=r"has no group_top_k = 2; it has group_top_k = 1"
+    ):
         sizes: Any = {**vars(FLAVORS["tiny"]), "score": "softmax", "normalize_weights": False}
         sizes = {
             key: value for key, value in sizes.items() if key not in ("n_kv_heads", "head_dim")

@@ -65,7 +65,9 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     of_folder = read_sizes(open_folder(source), mtp=True)[1]
     assert (of_folder.num_mtp_modules, of_folder.n_layers) == (2, 2)
     one = HFModel.of(name, dataclasses.replace(of_folder, num_mtp_modules=1))
-    held = {k: torch.zeros_like(t) for k, t in state.items() if not k.startswith("model.layers.3")}
+    held = {
+        k: torch.zeros_like(t) for k, t in state.items() if not k.startswith("model.layers.3")
+    }
     messages = load(source, held, model=one, group=CheckpointGroup())
     parameters = {f"model.{key}" for key, _ in ours.named_parameters()} & held.keys()
     assert all(torch.equal(held[key], state[key]) for key in parameters)

@@ -56,7 +56,9 @@ def start(config: JobConfig) -> dict[str, torch.Tensor]:
 def forget_the_model(step: Path, *keys: str) -> None:
     """Make a step one of an older titan, which wrote less into titan.json."""
     saved = json.loads((step / "titan.json").read_text())
-    (step / "titan.json").write_text(json.dumps({k: v for k, v in saved.items() if k not in keys}))
+    (step / "titan.json").write_text(
+        json.dumps({k: v for k, v in saved.items() if k not in keys})
+    )
 
 
 def test_the_load_refuses_what_the_start_could_not_see(tmp_path: Path) -> None:

@@ -108,7 +108,9 @@ def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[i
     def watched(batches: Any, *, step: int, accept: Any = None) -> Any:
         for batch in batches:
             for row, tokens in enumerate(batch.tokens_BS.tolist()):
-                assert seen.setdefault(batch.first_sample + row, (step, tuple(tokens)))[0] == step
+                assert (
+                    seen.setdefault(batch.first_sample + row, (step, tuple(tokens)))[0] == step
+                )
         return train_step(batches, step=step, accept=accept)
 
     trainer.train_step.train = watched
@@ -119,7 +121,9 @@ def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[i
     return first, position, seen
 
 
-@pytest.mark.parametrize(("legs", "modules"), [(LEGS, 0), (MTP_LEGS, 2)], ids=["next token", "MTP"])
+@pytest.mark.parametrize(
+    ("legs", "modules"), [(LEGS, 0), (MTP_LEGS, 2)], ids=["next token", "MTP"]
+)
 def test_the_loss_curve_goes_on_under_other_layouts(
     legs: list[Degrees], modules: int, pool: Pool, tmp_path: Path
 ) -> None:
@@ -143,10 +147,14 @@ def test_the_loss_curve_goes_on_under_other_layouts(
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
     for key in ("loss", "grad_norm", *(["mtp_loss"] if modules else [])):
-        assert [row[key] for row in found] == pytest.approx([r[key] for r in expected], rel=1e-5)
+        assert [row[key] for row in found] == pytest.approx(
+            [r[key] for r in expected], rel=1e-5
+        )
     losses = [row["loss"] for row in expected]
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.04  # these were not twelve idle steps
-    states = [saved_tensors(folder / "checkpoint" / f"step-{STEPS}") for folder in (whole, parts)]
+    states = [
+        saved_tensors(folder / "checkpoint" / f"step-{STEPS}") for folder in (whole, parts)
+    ]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
         difference = torch.linalg.vector_norm(states[1][name] - value)

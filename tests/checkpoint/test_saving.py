@@ -77,7 +77,8 @@ def run(config: JobConfig) -> int | None:
 
 def numbers(folder: Path) -> list[tuple[float, ...]]:
     return [
-        (row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in logged_rows(folder)
+        (row["step"], row["loss"], row["grad_norm"], row["tokens"])
+        for row in logged_rows(folder)
     ]
 
 
@@ -112,7 +113,8 @@ def test_resumed_equals_uninterrupted_bit_for_bit(way: str, tmp_path: Path) -> N
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     for step in (2, 6):
         whole, parts = (
-            stored(tmp_path / name / "checkpoint" / f"step-{step}") for name in ("whole", "parts")
+            stored(tmp_path / name / "checkpoint" / f"step-{step}")
+            for name in ("whole", "parts")
         )
         assert whole.keys() == parts.keys()
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
@@ -157,7 +159,11 @@ def test_the_row_of_a_step_survives_a_kill_after_its_save(
     run(job(tmp_path / "parts", **changes))
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     whole, parts = (
-        next(row for row in read_json_lines(tmp_path / name / "metrics.jsonl") if row["step"] == 4)
+        next(
+            row
+            for row in read_json_lines(tmp_path / name / "metrics.jsonl")
+            if row["step"] == 4
+        )
         for name in ("whole", "parts")
     )
     assert parts.keys() == whole.keys() and parts["validation_loss"] == whole["validation_loss"]
@@ -263,7 +269,9 @@ def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
     ("settings", "message"),
     table(__file__, "settings_that_contradict"),
 )
-def test_settings_that_contradict(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_that_contradict(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     problems = check(job(tmp_path, checkpoint=settings))
     assert len(problems) == 1 and re.search(message, str(problems[0]))
 
@@ -425,7 +433,9 @@ class LateDevice(TorchDispatchMode):
         super().__init__()
         self.under_way: list[Callable[[], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.copy_.default and True in args[2:]:
             self.under_way.append(partial(func, *args[:2]))
             return args[0]
@@ -483,7 +493,9 @@ def test_an_update_waits_until_the_copy_is_made() -> None:
 
 @pytest.fixture(params=["memory", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"memory://{tmp_path}/run" if request.param == "memory" else f"file://{tmp_path}/remote"
+    return (
+        f"memory://{tmp_path}/run" if request.param == "memory" else f"file://{tmp_path}/remote"
+    )
 
 
 def test_a_remote_step_is_committed_by_its_manifest(url: str, tmp_path: Path) -> None:
@@ -564,7 +576,9 @@ def test_a_moved_run_is_used_from_another_folder(
         vocabulary = {word: number for number, word in enumerate(words.split())}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": words[0]}
         split = {"type": "WhitespaceSplit"}
-        (folder / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": split}))
+        (folder / "tokenizer.json").write_text(
+            json.dumps({"model": model, "pre_tokenizer": split})
+        )
     settings = {"tokenizer": {"path": "mine"}, "model": {"overrides": {"vocab_size": 4}}}
     run(job("run", **settings, training={"steps": 2}))
     run(job("run", **settings, training={"steps": 3}))  # a resume keeps the copy
@@ -633,7 +647,9 @@ class StrictZipFile(zipfile.ZipFile):
         super().__init__(file, mode, *args, **kwargs)
 
 
-def test_archives_are_read_at_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_archives_are_read_at_their_places(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Some tensors are read at once, and of larger ones only the end."""
     manager = CheckpointManager(CheckpointSection(), run_dir=tmp_path)
     state = {f"model.{size}": torch.randn(size) for size in (1, 1000, 20_000, 400_000)}

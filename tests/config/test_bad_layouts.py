@@ -75,7 +75,9 @@ def _world_rules(case: Case) -> set[str]:
 def _batch_rules(case: Case) -> set[str]:
     total = case.get(GLOBAL, -1)
     data_ranks = case.world // (case.get(PP, 1) * case.get(DEGREES["cp"], 1) * case.get(TP, 1))
-    return {"global batch"} if total > 0 and total % (case.get(BATCH, 8) * data_ranks) else set()
+    return (
+        {"global batch"} if total > 0 and total % (case.get(BATCH, 8) * data_ranks) else set()
+    )
 
 
 def _tensor_rules(case: Case) -> set[str]:
@@ -211,7 +213,9 @@ def compare() -> Counter[str]:
             assert problem.key in ALL_KEYS and problem.message.count("\n") == 0
             for key, value in fixes_in(problem):
                 after = {rule_of(p) for p in changed(case, key, value).problems()}
-                assert rule_of(problem) not in after, f"{case}: {problem}: {key} = {value} does not"
+                assert rule_of(problem) not in after, (
+                    f"{case}: {problem}: {key} = {value} does not"
+                )
     return seen
 
 

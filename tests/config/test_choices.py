@@ -130,4 +130,7 @@ def test_details_wait_until_their_mode_is_switched_on() -> None:
     """Searches and overlays change the mode of a job alone; spikes are recorded whatever is done about them."""
     for mode in ("none", "full"):
         waiting = {"mode": mode, "selective_ac_option": "2", "op_keep": ["attention"]}
-        assert check(job(activation_checkpoint=waiting, fault_tolerance={"spike_window": 64})) == []
+        assert (
+            check(job(activation_checkpoint=waiting, fault_tolerance={"spike_window": 64}))
+            == []
+        )

@@ -66,7 +66,9 @@ def test_the_message_says_what_to_write(text: str, folder: Path) -> None:
 
 def require_report(report: str, job: golden.Job) -> None:
     """Require a line for each problem, in the order and at the places of errors.json, and their number."""
-    lines = [line for line in report.splitlines() if not re.search(" is now | is ignored", line)]
+    lines = [
+        line for line in report.splitlines() if not re.search(" is now | is ignored", line)
+    ]
     if len(job["problems"]) > 1:
         assert lines.pop() == f"{len(lines)} problems", report
     for line, (file, number, key) in zip(lines, job["problems"], strict=True):
@@ -158,7 +160,9 @@ def test_a_short_run_is_warned_of_what_is_cut(
 def test_every_interval_is_warned_of_or_met_at_the_last_step() -> None:
     sections = {name: f.annotation for name, f in JobConfig.model_fields.items()}
     names = {
-        f"{s}.{key}" for s, kind in sections.items() for key in getattr(kind, "model_fields", ())
+        f"{s}.{key}"
+        for s, kind in sections.items()
+        for key in getattr(kind, "model_fields", ())
     }
     met = {
         "metrics.log_freq",

@@ -138,7 +138,9 @@ def test_units_that_there_cannot_be(key: str) -> None:
     [problem] = unit_problems(
         f"{key}=5", "pipeline_parallel_degree=2", "fsdp_reshard_after_forward=always", world=4
     )
-    assert problem == "5 are more than the model's 4 blocks on each pipeline rank; use at most 4"
+    assert (
+        problem == "5 are more than the model's 4 blocks on each pipeline rank; use at most 4"
+    )
     [problem] = unit_problems(f"{key}=2", *ddp, world=2)
     assert problem.startswith("DDP gathers no parameters")
 

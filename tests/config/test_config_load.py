@@ -116,14 +116,18 @@ def test_later_wins(tmp_path: Path) -> None:
     files[0].write_text(
         "[training]\nsteps = 1\nseq_len = 10\n[[data.sources]]\ntype = 'stdlib'\n[[data.sources]]\ntype = 'synthetic'\n"
     )
-    files[1].write_text("[training]\nsteps = 2\nmax_norm = 2\n[compile]\ncomponents = ['loss']\n")
+    files[1].write_text(
+        "[training]\nsteps = 2\nmax_norm = 2\n[compile]\ncomponents = ['loss']\n"
+    )
     files[2].write_text("[training]\nsteps = 3\n[[data.sources]]\ntype = 'text'\npath = 'a'\n")
     config = load_config(
         files[0], overlays=files[1:], overrides=["training.seq_len=20", "training.seq_len=30"]
     )
     training = config.training
     assert (training.steps, training.max_norm, training.seq_len) == (3, 2.0, 30)
-    assert [source.type for source in config.data.sources] == ["text"]  # lists are replaced whole
+    assert [source.type for source in config.data.sources] == [
+        "text"
+    ]  # lists are replaced whole
     assert config.compile.components == ["loss"]
 
 
@@ -131,7 +135,9 @@ def test_later_wins(tmp_path: Path) -> None:
     ("override", "section", "key", "value"),
     table(__file__, "override_values"),
 )
-def test_override_values(override: str, section: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_override_values(
+    override: str, section: str, key: str, value: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "job.toml"
     path.write_text("")
     assert getattr(getattr(load_config(path, overrides=[override]), section), key) == value
@@ -180,7 +186,9 @@ def test_a_wrong_command_line_is_reported(argv: list[str], message: str) -> None
     sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml")),
     ids=lambda p: p.stem,
 )
-def test_resolved_toml_loads_to_an_equal_config(job: Path, comments: bool, tmp_path: Path) -> None:
+def test_resolved_toml_loads_to_an_equal_config(
+    job: Path, comments: bool, tmp_path: Path
+) -> None:
     sources = 'data.sources=[{type="stdlib"}, {type="huggingface", path="x", name="en"}]'
     config = load_config(
         job,

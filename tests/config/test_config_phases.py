@@ -39,7 +39,9 @@ def test_steps_tokens_and_settings_of_each_phase() -> None:
     assert [(p.first_step, p.last_step) for p in (long, last)] == [(26, 49), (50, 100)]
     assert [p.sequences for p in (first, ramp, long, last)] == [4, 8, 8, 8]
     # What a phase does not set stays as it was in the phase before.
-    assert last.config.training.seq_len == 64 and [s.weight for s in last.config.data.sources] == [
+    assert last.config.training.seq_len == 64 and [
+        s.weight for s in last.config.data.sources
+    ] == [
         1.0,
         0.0,
     ]
@@ -47,7 +49,9 @@ def test_steps_tokens_and_settings_of_each_phase() -> None:
     assert longest_sequence(config) == 64 and not last.config.phase
     # A job without phases is one; more ranks reach a number of tokens sooner.
     assert [p.steps for p in phases_of(phased(), world_size=1)] == [100]
-    assert phases_of(phased({"from_tokens": 1280, "seq_len": 64}), world_size=4)[1].first_step == 6
+    assert (
+        phases_of(phased({"from_tokens": 1280, "seq_len": 64}), world_size=4)[1].first_step == 6
+    )
 
 
 def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> None:
@@ -56,7 +60,9 @@ def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> Non
     )
     (tmp_path / "job.toml").write_text(to_toml(config))
     assert load_config(tmp_path / "job.toml") == config
-    other = phased({"from_step": 12, "global_batch_size": 8}, {"from_tokens": 9_999, "seq_len": 64})
+    other = phased(
+        {"from_step": 12, "global_batch_size": 8}, {"from_tokens": 9_999, "seq_len": 64}
+    )
     [change] = change_lines(changed_settings(to_toml(config), other, sequences=(None, 4)))
     assert change.startswith("phase: ") and "from_step = 12" in change
 
@@ -101,7 +107,9 @@ def test_an_annealing_phase_goes_on_from_the_rate_and_ends_at_its_floor() -> Non
 
 
 def test_the_page_gives_a_long_stage_its_own_layout(tmp_path: Path) -> None:
-    section = (ROOT / "docs/optimizers.md").read_text().partition("### A layout for each phase")[2]
+    section = (
+        (ROOT / "docs/optimizers.md").read_text().partition("### A layout for each phase")[2]
+    )
     overlay = tmp_path / "long_stage.toml"
     overlay.write_text(section.partition("```toml")[2].partition("```")[0])
     config = load_config(ROOT / "train_configs/fineweb_edu_1b.toml", overlays=[overlay])

@@ -108,4 +108,6 @@ def test_folders_of_hugging_face_need_a_form(folder: Path) -> None:
     config = JobConfig.model_validate({"model": MINE, "checkpoint": saved})
     [problem] = check(config)
     assert problem.key == "checkpoint.last_save_in_hf"
-    assert problem.message.startswith('the package of model family "mine" has no huggingface.py')
+    assert problem.message.startswith(
+        'the package of model family "mine" has no huggingface.py'
+    )

@@ -67,7 +67,9 @@ def changed(model: dict[str, Any], field: str, value: Any) -> dict[str, Any] | N
     return None
 
 
-def save(folder: Path, config: JobConfig, *, step: int = 20, facts: bool = True) -> dict[str, int]:
+def save(
+    folder: Path, config: JobConfig, *, step: int = 20, facts: bool = True
+) -> dict[str, int]:
     """Write what a run leaves, as far as a start looks at it; return each file and its inode."""
     path = folder / "checkpoint" / f"step-{step}"
     path.mkdir(parents=True, exist_ok=True)
@@ -116,9 +118,7 @@ def test_both_values_and_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     from titan.config.load import load_config
 
     file = tmp_path / "job.toml"
-    text = (
-        '[job]\ndump_folder = "{}"\n[model]\nflavor = "tiny"\n[model.overrides]\nrope_theta = {}\n'
-    )
+    text = '[job]\ndump_folder = "{}"\n[model]\nflavor = "tiny"\n[model.overrides]\nrope_theta = {}\n'
     file.write_text(text.format(tmp_path / "run", "1e4"))
     save(tmp_path / "run", load_config(file))
     file.write_text(text.format(tmp_path / "run", "1e6"))
@@ -140,7 +140,10 @@ def test_both_values_and_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     overrides[1] = overrides[1].replace("checkpoint/step-20", "./checkpoint/step-20/")
     assert before_start(load_config(file, overrides=overrides)) is None
     # Only the keys that it names may differ.
-    assert before_start(load_config(file, overrides=[*overrides, "model.overrides.n_heads=8"])) == 2
+    assert (
+        before_start(load_config(file, overrides=[*overrides, "model.overrides.n_heads=8"]))
+        == 2
+    )
     assert "model.overrides.n_heads: 8, but" in capsys.readouterr().err
     # Nor is another step taken without it.
     assert before_start(load_config(file, overrides=overrides[:2])) == 2
@@ -229,7 +232,5 @@ def test_no_torch() -> None:
     import subprocess
     import sys
 
-    code = (
-        "import sys, titan.train; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
+    code = "import sys, titan.train; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

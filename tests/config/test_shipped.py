@@ -11,10 +11,10 @@ from urllib.request import url2pathname
 
 import pytest
 
-from titan.checks.shipped import about, jobs
 from titan.cli import main
 from titan.config.load import load_config
 from titan.models.llama3 import FLAVORS
+from titan.tools.shipped import about, jobs
 
 
 def test_every_shipped_job_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,9 @@ def make_texts(count: int, *, seed: int = 0) -> list[str]:
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     return path
 
 

@@ -31,7 +31,9 @@ MARKS = {
 }
 
 
-def documents_of(marks: SpecialTokens, *, count: int = 300, longest: int = 90) -> list[list[int]]:
+def documents_of(
+    marks: SpecialTokens, *, count: int = 300, longest: int = 90
+) -> list[list[int]]:
     generator = random.Random(1)
     return [
         marks.wrap(
@@ -130,7 +132,9 @@ def mixed(tmp_path: Path) -> Path:
     )
 
 
-def test_every_layout_sees_the_same_rows_and_a_resumed_one_goes_on(mixed: Path, cache: str) -> None:
+def test_every_layout_sees_the_same_rows_and_a_resumed_one_goes_on(
+    mixed: Path, cache: str
+) -> None:
     made = job(mixed, cache)
     whole = made.loaders(LAYOUTS[0])
     length = whole[0].samples.num_samples
@@ -218,7 +222,9 @@ def test_moving_windows_predict_each_token_once_an_epoch_and_begin_elsewhere(
         assert (rows[1:, 0] == rows[:-1, -1]).all(), "each token is a label once"
         # All of them are consecutive tokens of the text, laid in a ring.
         ring = np.concatenate([rows[0, :1], rows[:, 1:].reshape(-1)])
-        offset = next(o for o in range(len(text)) if (np.roll(text, -o)[: len(ring)] == ring).all())
+        offset = next(
+            o for o in range(len(text)) if (np.roll(text, -o)[: len(ring)] == ring).all()
+        )
         offsets.add(offset)
     assert len(offsets) == 3 and any(offset % SEQ_LEN for offset in offsets)
     # On any number of ranks, from any place.

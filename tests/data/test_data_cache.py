@@ -128,7 +128,9 @@ def test_long_text_is_tokenized_by_workers_into_the_same_shards(
 def test_an_entry_is_found_again_unless_something_differs(corpus: Path, cache: str) -> None:
     documents = open_documents(s.JsonlSource(path=str(corpus)))
     first = cached_shards(documents, spec=spec(), cache_folder=cache)
-    unread = Documents(name="", identity=documents.identity, read=lambda: pytest.fail("read again"))
+    unread = Documents(
+        name="", identity=documents.identity, read=lambda: pytest.fail("read again")
+    )
     assert cached_shards(unread, spec=spec(), cache_folder=cache) == first
     others = {
         cached_shards(documents, spec=spec(validation_fraction=0.5), cache_folder=cache),
@@ -145,7 +147,9 @@ def test_an_entry_is_found_again_unless_something_differs(corpus: Path, cache: s
     assert len(others | {first}) == 4
 
 
-def test_the_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_folder_is_the_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_folder() == tmp_path / "titan"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -175,7 +175,9 @@ def test_pieces_have_the_tokens_of_the_whole(tmp_path: Path, pattern: str) -> No
     split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = gpt2 if pattern == "gpt2" else pre_tokenizers.Sequence([split, spell])
+    tokenizer.pre_tokenizer = (
+        gpt2 if pattern == "gpt2" else pre_tokenizers.Sequence([split, spell])
+    )
     text = long_text(3 * PIECE_CHARS)
     tokenizer.train_from_iterator([text], trainer=trainers.BpeTrainer(vocab_size=500))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -199,7 +201,9 @@ def prepare(book: Path, output: Path, *options: str) -> int:
     return main(["--input", str(book), "--output", str(output), *fixed, *options])
 
 
-def test_a_long_document_is_one_document_over_several_shards(book: Path, tmp_path: Path) -> None:
+def test_a_long_document_is_one_document_over_several_shards(
+    book: Path, tmp_path: Path
+) -> None:
     assert prepare(book, tmp_path / "out") == 0
     index = read_index(tmp_path / "out" / "index.json")
     shards = TokenShards(tmp_path / "out", split="train")
@@ -249,7 +253,9 @@ def test_broken_off_within_a_document_it_continues_to_the_same_bytes(
     )
     assert prepare(book, folder) == 0
     # The piece that closed the shard is on disk, too: as the first of the open one.
-    assert min(piece.place for piece in encoded) == (1, shard.pieces_read + 1), "tokenized again"
+    assert min(piece.place for piece in encoded) == (1, shard.pieces_read + 1), (
+        "tokenized again"
+    )
     for file in sorted((tmp_path / "whole").glob("*.bin")):
         assert (folder / file.name).read_bytes() == file.read_bytes()
 

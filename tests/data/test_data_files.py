@@ -263,7 +263,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path, name: str) -> None:
     values = [arrow.array(value) for value in (*columns.values(), ["b"])]
     table = arrow.Table.from_arrays(values, names=[*columns, name])
     parquet.write_table(table, file := tmp_path / "a.parquet")
-    section = s.ParquetSource(path=str(file), messages_key="messages" if name == "tools" else "")
+    section = s.ParquetSource(
+        path=str(file), messages_key="messages" if name == "tools" else ""
+    )
     with pytest.raises(DataError, match=r"a\.parquet: two columns have one name: messages, "):
         read(section)
 

@@ -322,7 +322,9 @@ def test_validation_repeats_and_ends_with_the_text(corpus: Path, cache: str) -> 
     assert length is not None and length > 8 and length % 4
     first, second = (list(validation_loader(data).validation_batches(2)) for _ in range(2))
     assert len(first) == 2
-    assert all(torch.equal(a.tokens_BS, b.tokens_BS) for a, b in zip(first, second, strict=True))
+    assert all(
+        torch.equal(a.tokens_BS, b.tokens_BS) for a, b in zip(first, second, strict=True)
+    )
     assert not any((batch.labels_BS == IGNORED).any() for batch in first)
     for steps in (-1, length // 4 + 3):  # more than there is: the text is not read twice
         batches = list(validation_loader(data).validation_batches(steps))

@@ -59,7 +59,9 @@ def test_permute_handles_a_trillion_samples() -> None:
     ("weights", "shares"),
     table(__file__, "blend_holds_exact_shares_in_every_block"),
 )
-def test_blend_holds_exact_shares_in_every_block(weights: list[float], shares: list[int]) -> None:
+def test_blend_holds_exact_shares_in_every_block(
+    weights: list[float], shares: list[int]
+) -> None:
     blend = Blend(weights, key=11)
     assert blend.counts.tolist() == shares
     next_of = [0] * len(weights)
@@ -69,7 +71,9 @@ def test_blend_holds_exact_shares_in_every_block(weights: list[float], shares: l
         for index in range(block * 1024, (block + 1) * 1024):
             assert blend.consumed(index) == next_of
             source, within = blend.locate(index)
-            assert within == next_of[source]  # each source goes through its own samples one by one
+            assert (
+                within == next_of[source]
+            )  # each source goes through its own samples one by one
             next_of[source] += 1
             sources.append(source)
         assert np.bincount(sources, minlength=len(weights)).tolist() == shares

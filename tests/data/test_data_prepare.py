@@ -69,7 +69,9 @@ def test_shards_hold_every_document_in_order(prepared: Path, texts: list[str]) -
         assert [int((part == 256).sum()) for part in parts] == [
             shard["documents"] for shard in shards
         ]
-        assert [int((part < 256).sum()) for part in parts] == [shard["bytes"] for shard in shards]
+        assert [int((part < 256).sum()) for part in parts] == [
+            shard["bytes"] for shard in shards
+        ]
     assert len(index["splits"]["train"]) > 5
     assert all(shard["tokens"] <= 5000 for shard in index["splits"]["train"])
 
@@ -210,7 +212,9 @@ def test_workers_start_as_work_comes(
 ) -> None:
     """And shards may have as many tokens as they have by default."""
     started, start = [], writer._Worker.__init__
-    monkeypatch.setattr(writer._Worker, "__init__", lambda *a: (started.append(a), start(*a))[1])
+    monkeypatch.setattr(
+        writer._Worker, "__init__", lambda *a: (started.append(a), start(*a))[1]
+    )
     assert prepare(tmp_path / "many", corpus, "--workers", "40") == 0
     assert 0 < len(started) < 5 and content(tmp_path / "many") == content(prepared)
     assert prepare(tmp_path / "big", corpus, f"--shard-tokens={2**27}") == 0
@@ -242,7 +246,9 @@ def section(prepared: Path) -> tuple[s.TrainingSection, s.DataSection]:
 
 def test_training_and_validating_on_shards(prepared: Path, texts: list[str]) -> None:
     training, data = section(prepared)
-    loader = build_loader(training, data=data, tokenizer=bytes_tokenizer(), rank=0, world=1, seed=0)
+    loader = build_loader(
+        training, data=data, tokenizer=bytes_tokenizer(), rank=0, world=1, seed=0
+    )
     with closing(loader):
         [batch] = loader.next_step()
     tokens = expected_documents(texts, held_out=False)
@@ -293,7 +299,9 @@ def test_ids_take_two_bytes_as_long_as_they_fit() -> None:
     assert token_dtype(65_537).itemsize == 4
 
 
-@pytest.mark.parametrize(("kinds", "is_refused"), [(["shards"], False), (["shards", "text"], True)])
+@pytest.mark.parametrize(
+    ("kinds", "is_refused"), [(["shards"], False), (["shards", "text"], True)]
+)
 def test_validation_of_shards_needs_no_fraction(kinds: list[str], is_refused: bool) -> None:
     job = {
         "validation": {"enable": True},

@@ -84,7 +84,8 @@ def test_rank_file(tmp_path: Path) -> None:
     assert len(specials) == 256
     # The places in Llama 3's vocabulary, which begins its special tokens at 128000.
     assert {
-        name: specials[name] - 128_000 for name in (BOS, EOS, "<|start_header_id|>", "<|eot_id|>")
+        name: specials[name] - 128_000
+        for name in (BOS, EOS, "<|start_header_id|>", "<|eot_id|>")
     } == {
         BOS: 0,
         EOS: 1,
@@ -112,7 +113,9 @@ def test_long_text_is_cut_within_limits_and_stays_fast(tmp_path: Path) -> None:
 def test_broken_rank_files_are_told(tmp_path: Path) -> None:
     sentencepiece = tmp_path / "tokenizer.model"
     sentencepiece.write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00")
-    with pytest.raises(DataError, match=r"tokenizer\.model:1: not a line.*tokenizer\.json instead"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.model:1: not a line.*tokenizer\.json instead"
+    ):
         build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
     write_rank_file(sentencepiece)
     sentencepiece.write_bytes(sentencepiece.read_bytes() + b"YWJjZA== 400000\n")
@@ -151,7 +154,9 @@ def test_rank_files_of_other_models_need_their_pattern(count: int, tmp_path: Pat
         ("x.tiktoken", b"YQ==", "not a line of 'base64-token rank'"),
     ],
 )
-def test_lines_that_are_no_ranks_are_told(name: str, line: bytes, why: str, tmp_path: Path) -> None:
+def test_lines_that_are_no_ranks_are_told(
+    name: str, line: bytes, why: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(line + b"\n")
     section = TokenizerSection(path=str(tmp_path / name))
     with pytest.raises(DataError, match=why):
@@ -183,7 +188,9 @@ def test_special_ids_come_from_the_files_beside_a_tokenizer_json(
         json.dumps({"bos_token_id": 0, "eos_token_id": [1, 5]})
     )
     assert ids() == (0, 1)
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": BOS}}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": BOS}})
+    )
     assert ids() == (0, 0)
 
 
@@ -245,7 +252,9 @@ def test_byte_lengths_of_sentencepiece_style_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.byte_lengths.tolist()[1:] == [1, 3, 2]
 
 
-@pytest.mark.parametrize("style", ["Metaspace first", "Metaspace always", "Prepend", "ByteLevel"])
+@pytest.mark.parametrize(
+    "style", ["Metaspace first", "Metaspace always", "Prepend", "ByteLevel"]
+)
 def test_long_text_has_the_ids_of_the_whole(tmp_path: Path, style: str) -> None:
     """The reference is the library, which encodes the text at once."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -276,7 +285,9 @@ def test_long_text_has_the_ids_of_the_whole(tmp_path: Path, style: str) -> None:
 def word_tokenizer(folder: Path, **config: object) -> Tokenizer:
     """One that splits at spaces and drops them."""
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -318,7 +329,9 @@ def test_tokens_beside_that_disagree_are_refused(
 FLAGS: list[dict[str, Any]] = table(__file__, "flags")
 
 
-@pytest.mark.parametrize("where", ["added_tokens_decoder", "both", "added_tokens.json", "named"])
+@pytest.mark.parametrize(
+    "where", ["added_tokens_decoder", "both", "added_tokens.json", "named"]
+)
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_tokens_beside_have_the_librarys_ids(
     where: str, flags: dict[str, Any], trained: Path, tmp_path: Path
@@ -394,13 +407,18 @@ def test_one_tokenizer_has_one_fingerprint_in_any_file(trained: Path, tmp_path: 
     ]
     for number, changes in enumerate(same):
         assert (
-            resaved(trained, tmp_path / f"same{number}", **changes).fingerprint == ours.fingerprint
+            resaved(trained, tmp_path / f"same{number}", **changes).fingerprint
+            == ours.fingerprint
         )
     for number, changes in enumerate(other):
-        assert resaved(trained, tmp_path / f"{number}", **changes).fingerprint != ours.fingerprint
+        assert (
+            resaved(trained, tmp_path / f"{number}", **changes).fingerprint != ours.fingerprint
+        )
 
 
-def test_keys_of_files_beside_that_nothing_reads_are_named(trained: Path, tmp_path: Path) -> None:
+def test_keys_of_files_beside_that_nothing_reads_are_named(
+    trained: Path, tmp_path: Path
+) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     templates = [{"name": name, "template": "x"} for name in ("default", "tool_use", "rag")]
@@ -412,7 +430,9 @@ def test_keys_of_files_beside_that_nothing_reads_are_named(trained: Path, tmp_pa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ends = {"eos_token_id": [1], "suppress_tokens": [3], "temperature": 0.6}
     (tmp_path / "generation_config.json").write_text(json.dumps(ends))
-    first, second = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="").unread
+    first, second = build_tokenizer(
+        TokenizerSection(path=str(tmp_path)), hf_assets_path=""
+    ).unread
     assert first.endswith(
         "tokenizer_config.json: not read: split_special_tokens, chat_template rag"
     )
@@ -421,7 +441,9 @@ def test_keys_of_files_beside_that_nothing_reads_are_named(trained: Path, tmp_pa
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 10**5, b"{", b""])
-def test_damaged_files_of_a_tokenizer_are_told(tmp_path: Path, name: str, content: bytes) -> None:
+def test_damaged_files_of_a_tokenizer_are_told(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     word_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=name.replace(".", r"\.")) as raised:
@@ -439,7 +461,9 @@ def test_damaged_files_of_a_tokenizer_are_told(tmp_path: Path, name: str, conten
             build_tokenizer(section, hf_assets_path="")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "ranks.txt", "original/tokenizer.model", ""])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "ranks.txt", "original/tokenizer.model", ""]
+)
 def test_the_copy_in_the_run_folder_is_the_same_tokenizer(
     name: str, trained: Path, tmp_path: Path
 ) -> None:
@@ -449,7 +473,9 @@ def test_the_copy_in_the_run_folder_is_the_same_tokenizer(
     if name:
         (source / "tokenizer.json").symlink_to(trained / "tokenizer.json")
         (source / "config.json").write_text('{"eos_token_id": 5}')
-    write_rank_file(source / (name if name not in ("", "tokenizer.json") else "tokenizer.model"))
+    write_rank_file(
+        source / (name if name not in ("", "tokenizer.json") else "tokenizer.model")
+    )
     (source / "notes.txt").write_text("not the tokenizer's")
     section = TokenizerSection(path=str(source / name))
     used = build_tokenizer(section, hf_assets_path="")
@@ -484,7 +510,9 @@ def test_the_copy_follows_the_jobs_tokenizer(trained: Path, tmp_path: Path) -> N
     config = JobConfig(tokenizer=TokenizerSection(name="bytes"))
     assert with_tokenizer(config, run=run) is config
     keep_tokenizer(kept, run)
-    assert [file.name for file in tokenizer_files(str(run / "tokenizer"))] == ["tokenizer.model"]
+    assert [file.name for file in tokenizer_files(str(run / "tokenizer"))] == [
+        "tokenizer.model"
+    ]
 
 
 def test_a_pattern_with_too_many_ways_is_named(trained: Path, tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_a_batch_has_masks_of_its_samples(installed: Path) -> None:
     ).any()
     # The second rank of two has the second half of the same samples.
     halves = task_of(
-        masked(task={"options": {"share": 0.25}}, training={"seq_len": 64, "local_batch_size": 2})
+        masked(
+            task={"options": {"share": 0.25}}, training={"seq_len": 64, "local_batch_size": 2}
+        )
     )
     [half] = halves.loader(rank=1, world=2).next_step()
     assert torch.equal(half.labels_BS, batch.labels_BS[2:]) and half.first_sample == 2
@@ -102,7 +104,9 @@ def test_a_batch_has_masks_of_its_samples(installed: Path) -> None:
     rows = np.full((1, 65), -1)
     rows[0, :10] = 65
     padded: Any = task.collate(task.dataset("train", rank=0, world=1))(rows, first_sample=0)
-    assert (padded.labels_BS[0, 10:] == IGNORED).all() and (padded.labels_BS[0, :10] == 65).any()
+    assert (padded.labels_BS[0, 10:] == IGNORED).all() and (
+        padded.labels_BS[0, :10] == 65
+    ).any()
 
 
 def test_options_are_checked(installed: Path) -> None:
@@ -161,7 +165,9 @@ def test_a_run_is_resumed_on_another_layout_and_simulated(installed: Path) -> No
         cwd=installed,
     )
     tp = ("--parallelism.tensor_parallel_degree=2",)
-    run("train", "--training.steps=6", *save, *tp, "--job.dump_folder=b", ranks=2, cwd=installed)
+    run(
+        "train", "--training.steps=6", *save, *tp, "--job.dump_folder=b", ranks=2, cwd=installed
+    )
     whole, resumed = rows("a"), rows("b")
     for step in range(1, 7):
         assert resumed[step]["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5)

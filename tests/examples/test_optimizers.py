@@ -163,4 +163,6 @@ def test_soap_is_adam_in_a_rotated_basis() -> None:
     turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))[0]
     turned = trained(turn, max_dim=3)
     torch.testing.assert_close(turned, turn @ trained(None, max_dim=3), rtol=1e-3, atol=1e-6)
-    assert not torch.allclose(trained(turn, max_dim=2), turn @ trained(None, max_dim=2), rtol=1e-2)
+    assert not torch.allclose(
+        trained(turn, max_dim=2), turn @ trained(None, max_dim=2), rtol=1e-2
+    )

@@ -65,7 +65,8 @@ def test_it_trains_as_transformers_alone_and_is_saved(
 
     ((expected, weights),) = pool.run(1, alone, 4)
     assert (
-        pool.run(world, on_ranks, str(tmp_path), 4) == [pytest.approx(expected, rel=1e-5)] * world
+        pool.run(world, on_ranks, str(tmp_path), 4)
+        == [pytest.approx(expected, rel=1e-5)] * world
     )
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert {name for name, _ in saved.named_parameters()} == weights.keys()

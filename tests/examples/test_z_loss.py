@@ -32,7 +32,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     write_metadata(FOLDER, tmp_path, **{name: f"wrong_losses:{name}" for name in WRONG})
     (tmp_path / "wrong_losses.py").write_text(
         "import torch\nfrom torch.nn.functional import cross_entropy\n"
-        + "\n".join(f"def {name}(x, y):\n    return {body}" for name, (body, _) in WRONG.items())
+        + "\n".join(
+            f"def {name}(x, y):\n    return {body}" for name, (body, _) in WRONG.items()
+        )
     )
     for folder in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(folder)
@@ -79,11 +81,15 @@ WRONG = table(__file__, "wrong")
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_loss_that_would_train_on_other_numbers_is_refused(name: str, installed: Path) -> None:
+def test_a_loss_that_would_train_on_other_numbers_is_refused(
+    name: str, installed: Path
+) -> None:
     [problem] = check(job(loss={"name": name}))
     assert problem.key == "loss.name" and problem.message.startswith(f"{name} ")
     assert WRONG[name][1] in problem.message
-    assert problem.message.endswith('docs/optimizers.md, "A custom loss", says what titan expects')
+    assert problem.message.endswith(
+        'docs/optimizers.md, "A custom loss", says what titan expects'
+    )
 
 
 def test_names_and_options_are_checked(installed: Path) -> None:
@@ -105,7 +111,9 @@ def test_names_and_options_are_checked(installed: Path) -> None:
 
 
 def test_the_loss_of_the_docs() -> None:
-    page = (FOLDER.parents[1] / "docs" / "optimizers.md").read_text().split("## A custom loss")[1]
+    page = (
+        (FOLDER.parents[1] / "docs" / "optimizers.md").read_text().split("## A custom loss")[1]
+    )
     scopes: list[dict[str, Any]] = [{}, {}]
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], scopes[0])
     exec((FOLDER / "titan_z_loss.py").read_text(), scopes[1])

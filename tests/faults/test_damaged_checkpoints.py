@@ -102,7 +102,9 @@ def test_what_was_saved_is_whole(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_flipped_bits_zeroed_pages_truncations_and_a_missing_file(name: str, run_dir: Path) -> None:
+def test_flipped_bits_zeroed_pages_truncations_and_a_missing_file(
+    name: str, run_dir: Path
+) -> None:
     dice, file = random.Random(name), step_dir(run_dir) / name
     good = file.read_bytes()
     for number in range(200):
@@ -304,7 +306,9 @@ def test_a_damaged_step_asked_for_by_number_is_an_error(run_dir: Path) -> None:
         CheckpointManager(section(load_step=20), run_dir=run_dir).step_to_resume()
 
 
-def test_a_fresh_start_says_what_it_found(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fresh_start_says_what_it_found(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert CheckpointManager(section(folder="other"), run_dir=run_dir).step_to_resume() is None
     assert "a fresh start" in caplog.text and f"in {run_dir}/checkpoint" in caplog.text
 
@@ -348,7 +352,9 @@ def test_titan_verify_imports_no_torch(run_dir: Path) -> None:
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-def test_a_training_run_falls_back_bit_for_bit(trained: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_training_run_falls_back_bit_for_bit(
+    trained: Path, tmp_path: Path, capsys: Any
+) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     flip(step_dir(run, 2) / "__0_0.distcp")
     train(run)
@@ -378,7 +384,9 @@ def test_a_step_without_its_index_is_refused(run_dir: Path) -> None:
     (step / "manifest.json").write_bytes(render(replace(manifest, files=files)))
     [damage] = find_damage(step)
     assert damage.file == "tensors.json"
-    with pytest.raises(CheckpointError, match=r"not a checkpoint: .*/tensors\.json: No such file"):
+    with pytest.raises(
+        CheckpointError, match=r"not a checkpoint: .*/tensors\.json: No such file"
+    ):
         load(step, {"model.0": torch.empty(40, 50)})
 
 
@@ -507,7 +515,9 @@ def test_a_compressed_tensor_is_refused(tmp_path: Path) -> None:
         load(step, {"x": torch.empty(1000)})
 
 
-@pytest.mark.parametrize("url", ["simplecache::s3://a/b", "simplecache://a", "zip://a::file:///b"])
+@pytest.mark.parametrize(
+    "url", ["simplecache::s3://a/b", "simplecache://a", "zip://a::file:///b"]
+)
 def test_chained_urls_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = JobConfig.model_validate({"checkpoint": {"folder": url}})
     with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*chained and wrapped"):
@@ -543,7 +553,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_generate_uses_what_a_resume_would(trained: Path, tmp_path: Path, capsys, caplog) -> None:
+def test_generate_uses_what_a_resume_would(
+    trained: Path, tmp_path: Path, capsys, caplog
+) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     flip(step_dir(run, 2) / "__0_0.distcp")
     command = ["generate", "--prompt", "a", "--max-new-tokens", "2", "--checkpoint"]
@@ -554,7 +566,9 @@ def test_generate_uses_what_a_resume_would(trained: Path, tmp_path: Path, capsys
         assert "CHECKPOINT STEP 2 IS DAMAGED AND NOT USED: __0_0.distcp" in caplog.text
     assert list_steps(run / "checkpoint") == [1, 2], "a reader renames nothing"
     assert cli.main([*command, str(step_dir(run, 2))]) == 2
-    assert capsys.readouterr().err.startswith(f"{step_dir(run, 2)} is damaged: __0_0.distcp: bytes")
+    assert capsys.readouterr().err.startswith(
+        f"{step_dir(run, 2)} is damaged: __0_0.distcp: bytes"
+    )
     flip(step_dir(run, 1) / "titan.json")
     assert cli.main([*command, str(run)]) == 2
     assert "NO CHECKPOINT IS WHOLE" in capsys.readouterr().err

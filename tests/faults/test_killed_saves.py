@@ -67,7 +67,9 @@ def manager_of(folder: Path, **settings: Any) -> CheckpointManager:
     return CheckpointManager(section, run_dir=folder)
 
 
-def save(folder: Path, steps: list[int], mode: str, point: str = "", rank: int = 0) -> list[str]:
+def save(
+    folder: Path, steps: list[int], mode: str, point: str = "", rank: int = 0
+) -> list[str]:
     """Save some steps, and die at a point of it on one rank. Return the messages."""
     if point and dist.get_rank() == rank:
         die_in(point)
@@ -107,7 +109,9 @@ def test_killed_at_each_point(point: str, mode: str, pool: Pool, tmp_path: Path)
         pool.run(2, save, tmp_path, [30], mode, call, rank)
     assert list_steps(tmp_path / "checkpoint") == left
     assert pool.run(2, resume, tmp_path) == [left[-1]] * 2
-    messages = pool.run(2, save, tmp_path, [40], mode)[0]  # and what is left lying about is removed
+    messages = pool.run(2, save, tmp_path, [40], mode)[
+        0
+    ]  # and what is left lying about is removed
     assert messages[0].startswith(f"saved {tmp_path}/checkpoint/step-40 in ")
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
     assert names == {f"step-{left[-1]}", "step-40"}
@@ -187,7 +191,9 @@ def test_a_full_disk(
 
 
 @MODES
-def test_a_read_only_folder(mode: str, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_only_folder(
+    mode: str, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = manager_of(small_disk, async_mode=mode)
     assert try_save(manager, 10)
     assert run_quietly("mount", "-o", "remount,ro", str(small_disk))

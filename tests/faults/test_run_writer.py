@@ -56,7 +56,9 @@ class Faults:
         real = getattr(os, name)
 
         def call(place: Any, *args: Any, **options: Any) -> Any:
-            path = Path(f"/proc/self/fd/{place}").readlink() if isinstance(place, int) else place
+            path = (
+                Path(f"/proc/self/fd/{place}").readlink() if isinstance(place, int) else place
+            )
             is_write = name != "open" or args[0] & (os.O_WRONLY | os.O_RDWR)
             if is_write and re.match(f"{self.folder}/(?!checkpoint)", str(path)):
                 self.calls += 1

@@ -22,7 +22,9 @@ pytestmark = [
 ]
 
 
-def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+def _train(
+    device: str, precision: str, weights: dict[str, torch.Tensor] | None
+) -> dict[str, Any]:
     config = JobConfig.model_validate(
         {
             "model": {"flavor": "tiny"},
@@ -79,7 +81,9 @@ def test_parameters_on_the_host(tmp_path: Path) -> None:
     )
     trainer = Trainer(config)
     try:
-        assert {p.device.type for p in trainer.train_step.model_parts[0].parameters()} == {"cpu"}
+        assert {p.device.type for p in trainer.train_step.model_parts[0].parameters()} == {
+            "cpu"
+        }
         assert trainer.run() == 0
     finally:
         trainer.close()

@@ -156,7 +156,9 @@ def run(
     sections = dict(JOBS[name])
     training = {"steps": 3, "seq_len": 128, "mixed_precision_param": precision}
     training |= sections.pop("training", {})
-    trainer = trainer_type(job(folder, training=training, checkpoint={"enable": False}, **sections))
+    trainer = trainer_type(
+        job(folder, training=training, checkpoint={"enable": False}, **sections)
+    )
     try:
         for key, parameter in trainer.train_step.model_parts[0].named_parameters():
             value = parameter.detach()

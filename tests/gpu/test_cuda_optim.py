@@ -84,7 +84,9 @@ def test_more_parameters_launch_hardly_more() -> None:
             with torch.profiler.profile() as profile:
                 optimizer.step()
         events = profile.events()
-        counts.append(sum(e.name in ("cudaLaunchKernel", "cuLaunchKernel") for e in events or ()))
+        counts.append(
+            sum(e.name in ("cudaLaunchKernel", "cuLaunchKernel") for e in events or ())
+        )
     # Multi-tensor kernels take a limited number of tensors each.
     assert 0 < counts[1] <= counts[0] + 6
 

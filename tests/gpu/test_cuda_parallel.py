@@ -39,7 +39,9 @@ def group():
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
-def test_stages_on_one_device_equal_the_whole_model_on_a_cpu(group: None, schedule: str) -> None:
+def test_stages_on_one_device_equal_the_whole_model_on_a_cpu(
+    group: None, schedule: str
+) -> None:
     sizes = dataclasses.replace(FLAVORS["tiny"], n_layers=4)
     whole = build_model(sizes)
     initialize(whole, seed=0, std_of=whole.init_std)
@@ -130,7 +132,9 @@ def test_document_masks_equal_a_dense_one(
     mask = mask_of(
         ids.cuda(), form=form, cu_seqlens_BN=document_cu_seqlens(ids).cuda(), specs=(spec,)
     )
-    found_out = (torch.compile(attention) if compiled else attention)(*found[:3], mask, *found[3:])
+    found_out = (torch.compile(attention) if compiled else attention)(
+        *found[:3], mask, *found[3:]
+    )
     found_out.float().square().mean().backward()
     for a, b in zip(
         [out, *(x.grad for x in expected)], [found_out, *(x.grad for x in found)], strict=True
@@ -141,7 +145,9 @@ def test_document_masks_equal_a_dense_one(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("window", "has_sinks"), [(50, False), (50, True), (0, True)])
-def test_windows_and_sinks_equal_the_cpu(window: int, has_sinks: bool, dtype: torch.dtype) -> None:
+def test_windows_and_sinks_equal_the_cpu(
+    window: int, has_sinks: bool, dtype: torch.dtype
+) -> None:
     """Without documents: FlashAttention in 16 bits, FlexAttention or the memory-efficient kernel in 32."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 8, 1000, 64), (2, 2, 1000, 64), (2, 2, 1000, 64), (8,))[: 3 + has_sinks]

@@ -37,7 +37,9 @@ def test_trace_and_snapshot(tmp_path: Path) -> None:
     report = read_report(tmp_path / "traces/step-4/rank-0.json.gz")
     assert report.device == "gpu"
     assert sum(report.parts_s.values()) == pytest.approx(report.step_s)
-    assert sum(row["total"] for row in report.modules_s.values()) == pytest.approx(report.step_s)
+    assert sum(row["total"] for row in report.modules_s.values()) == pytest.approx(
+        report.step_s
+    )
     for part in ("matmul", "attention", "elementwise", "optimizer"):
         assert report.parts_s[part] > 0, part
     for i in range(8):

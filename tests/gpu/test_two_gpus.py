@@ -82,7 +82,9 @@ def test_an_async_checkpoint_resumes(tmp_path: Path) -> None:
     train(tmp_path / "parts", 2, *settings)
     train(tmp_path / "parts", 2, *settings, "--training.steps=6")
     assert logged_steps(tmp_path / "parts") == list(range(1, 7))
-    whole, parts = (saved_tensors(tmp_path / n / "checkpoint/step-6") for n in ("whole", "parts"))
+    whole, parts = (
+        saved_tensors(tmp_path / n / "checkpoint/step-6") for n in ("whole", "parts")
+    )
     assert whole.keys() == parts.keys()
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, rtol=1e-5, atol=1e-6, msg=name)

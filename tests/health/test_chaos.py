@@ -84,7 +84,9 @@ def test_nothing_is_lost(tmp_path: Path, mode: str, kills: int) -> None:
             code = run.end()
             if victim == "a signal":
                 status = run.status()
-                assert (code, status["state"], status["exit_code"]) == (75, "stopped", 75), struck
+                assert (code, status["state"], status["exit_code"]) == (75, "stopped", 75), (
+                    struck
+                )
                 assert max(list_steps(folder / "checkpoint")) == status["step"], f"seed {seed}"
         finally:
             run.kill()
@@ -96,7 +98,9 @@ def test_nothing_is_lost(tmp_path: Path, mode: str, kills: int) -> None:
     moments = f"seed {seed}: {struck}"
     for step in list_steps(folder / "checkpoint"):
         assert find_damage(folder / "checkpoint" / f"step-{step}") == [], moments
-    assert run.steps() == list(range(1, steps + 1)), moments  # each step, and so each token, once
+    assert run.steps() == list(range(1, steps + 1)), (
+        moments
+    )  # each step, and so each token, once
     positions = [
         json.loads((path / "checkpoint" / f"step-{steps}" / "titan.json").read_text())["data"]
         for path in (calm.folder, folder)

@@ -95,9 +95,9 @@ def test_times_and_the_pair_of_a_send_over_nccl() -> None:
     assert found["peers"] == [4, 12] and found["p2p_seq"] == 2
     assert (found["started_unix_s"], found["ended_unix_s"]) == (1e9 + 5e-6, 1e9 + 2.55e-4)
     assert found["duration_ms"] == 0.25
-    assert flight_recorder.readable_entry(entry | {"profiling_name": "nccl:recv 1<-0"}, [4, 12])[
-        "peers"
-    ] == [12, 4]
+    assert flight_recorder.readable_entry(
+        entry | {"profiling_name": "nccl:recv 1<-0"}, [4, 12]
+    )["peers"] == [12, 4]
 
 
 def test_a_buffer_of_nothing_writes_nothing(tmp_path: Path) -> None:

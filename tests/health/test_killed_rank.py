@@ -13,7 +13,9 @@ from tests.support.runs import Run
 from tests.support.tables import table
 
 Start = Callable[..., Run]
-INIT_TIMEOUT_S = 30  # of the first steps, and what torchrun gives a hanging rank to obey SIGTERM
+INIT_TIMEOUT_S = (
+    30  # of the first steps, and what torchrun gives a hanging rank to obey SIGTERM
+)
 # What sets the layout on two ranks, and where the other rank may be found waiting.
 # "a collective": torch's recorder may have no entry that is under way.
 LAYOUTS = table(__file__, "layouts")
@@ -50,7 +52,9 @@ def strike(start: Start, layout: str, *, victim: int, number: int, timeout_s: in
 @pytest.mark.parametrize(
     ("layout", "victim"),
     [
-        pytest.param(layout, victim, marks=[] if (layout, victim) in QUICK else pytest.mark.slow)
+        pytest.param(
+            layout, victim, marks=[] if (layout, victim) in QUICK else pytest.mark.slow
+        )
         for layout, victim in [*((layout, 1) for layout in LAYOUTS), ("FSDP2", 0), ("PP", 0)]
     ],
 )

@@ -47,7 +47,9 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Pat
     torchrun.write_text(FAKE_TORCHRUN)
     run.mkdir()
     (run / "status.json").write_text('{"state": "stopped", "exit_code": 2}')  # an older run's
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+    }
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(torchrun), str(run)], env=environment
     )
@@ -102,7 +104,9 @@ def end_launch(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exit_codes_of_a_launch(
     end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "status.json").write_text('{"state": "stopped", "exit_code": 75}')  # an older run's
+    (tmp_path / "status.json").write_text(
+        '{"state": "stopped", "exit_code": 75}'
+    )  # an older run's
     end_launch(end, monkeypatch)
     assert launch.launch([str(tmp_path)], num_processes=2, dump_folder=str(tmp_path)) == code
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -134,7 +138,8 @@ def test_a_killed_rank_outranks_the_reports_of_its_peers(
     later = time.time() + waited_s
     monkeypatch.setattr(launch.time, "time", lambda: later)
     failures = {
-        n: SimpleNamespace(pid=6 + n, exitcode=code, timestamp=0) for n, code in ((0, 1), (1, -9))
+        n: SimpleNamespace(pid=6 + n, exitcode=code, timestamp=0)
+        for n, code in ((0, 1), (1, -9))
     }
     job = ["train_configs/debug_model.toml", f"--job.dump_folder={tmp_path}"]
     launch._write_failures(job, failures, num_oom_kills=0)

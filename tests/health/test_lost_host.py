@@ -81,7 +81,9 @@ def test_a_lost_host(lost: int, hosts: Hosts, tmp_path: Path) -> None:
     hosts.cut(lost)
     cut = time.monotonic()
     while any(hosts.processes(host) for host in hosts.numbers):
-        assert time.monotonic() - cut < 60, {host: hosts.processes(host) for host in hosts.numbers}
+        assert time.monotonic() - cut < 60, {
+            host: hosts.processes(host) for host in hosts.numbers
+        }
         time.sleep(0.5)
     assert all(agent.wait() != 0 for agent in agents)
     command = [sys.executable, "-m", "titan.cli", "doctor", str(folder), "--json"]
@@ -89,7 +91,9 @@ def test_a_lost_host(lost: int, hosts: Hosts, tmp_path: Path) -> None:
     assert done.returncode == 1
     finding = json.loads(done.stdout)["findings"][0]
     # Each side has lost the other, and both write into the same folder here: the last word counts.
-    from_first = "ranks 2, 3 on lost2 have not been heard of for 10 s: lost2 is lost, or cut off"
+    from_first = (
+        "ranks 2, 3 on lost2 have not been heard of for 10 s: lost2 is lost, or cut off"
+    )
     from_second = "on lost2 for 10 s: lost1 is lost, or lost2 is cut off from it"
     assert finding["kind"] == "host_lost"
     assert from_first in finding["cause"] or from_second in finding["cause"], finding

@@ -17,7 +17,9 @@ ERRORS = [
     MemoryError(),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
     ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+    ),
     RuntimeError("std::bad_alloc\nframe #0"),
     RuntimeError("can't start new thread"),
 ]

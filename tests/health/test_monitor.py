@@ -87,7 +87,9 @@ def _first_failure(folder: str) -> tuple[int, str]:
         monitor.report_failure(Failure("rank 1 is broken", step=4, rank=1, silent=(2,)))
     dist.barrier()
     if rank != 1:
-        monitor.report_failure(Failure(f"rank {rank} has lost its connection", step=5, rank=rank))
+        monitor.report_failure(
+            Failure(f"rank {rank} has lost its connection", step=5, rank=rank)
+        )
     run = monitor.report_failure(Failure("too late"))
     monitor.peers.wait()
     return run.rank, f"{run.reason} in step {run.step}, silent {run.silent}"
@@ -100,7 +102,9 @@ def test_the_first_failure_is_that_of_all(pool: Pool, tmp_path: Path) -> None:
     assert results == [(1, "rank 1 is broken in step 4, silent (2,)")] * 3
 
 
-def test_rank_0_waits_for_the_living_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_waits_for_the_living_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that waited for the dead would wait for hours here."""
     monkeypatch.setattr(peers, "LINGER_S", 1e4)
     waiting = Monitor(tmp_path, world_size=4, heartbeat_s=30).peers
@@ -157,7 +161,9 @@ def test_a_silent_host_is_distinguished_from_a_silent_rank() -> None:
         "all_reduce (a.py:3, in f), step 8"
     )
     text, host_is_lost = describe_silence(beats, [3], limit_s=30)
-    assert text.startswith("rank 3 on node1 has not been heard of for 30 s: it is stopped, or its")
+    assert text.startswith(
+        "rank 3 on node1 has not been heard of for 30 s: it is stopped, or its"
+    )
     assert not host_is_lost
 
 
@@ -185,7 +191,9 @@ def wrapped(outer: Exception, inner: Exception) -> Exception:
         (KeyError("a file timed out"), "error"),
     ],
 )
-def test_the_kind_of_an_error_comes_from_its_type_and_cause(error: Exception, kind: str) -> None:
+def test_the_kind_of_an_error_comes_from_its_type_and_cause(
+    error: Exception, kind: str
+) -> None:
     assert kind_of(error) == kind
 
 

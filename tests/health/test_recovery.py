@@ -75,7 +75,9 @@ def _train(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> s
 
 def run(pool: Pool, world: int, folder: Path, settings: dict[str, Any], **options: Any) -> str:
     texts = pool.run(world, _train, folder, settings, options)
-    assert len({text.partition(":")[0] for text in texts}) == 1, texts  # no rank ended otherwise
+    assert len({text.partition(":")[0] for text in texts}) == 1, (
+        texts
+    )  # no rank ended otherwise
     return texts[0]
 
 
@@ -166,7 +168,9 @@ def test_the_ways_it_ends(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_spike_score_by_hand() -> None:
-    before = deque([2.0, 2.1, 1.9, 2.2, 1.8])  # median 2, deviations 0 .1 .1 .2 .2, their median .1
+    before = deque(
+        [2.0, 2.1, 1.9, 2.2, 1.8]
+    )  # median 2, deviations 0 .1 .1 .2 .2, their median .1
     assert spike_score(2.0 + 1.4826, before) == pytest.approx(10)
     assert spike_score(2.0 - 1.4826, before) == pytest.approx(-10)
     assert spike_score(2.2, deque([2.0] * 9)) == pytest.approx(10)  # 1% of the median at least

@@ -70,7 +70,9 @@ def test_no_socket_takes_what_the_launcher_would_unpickle(run: subprocess.Popen[
     """The attack: write a pickle to the launcher's store. Nothing that listens speaks its protocol, from any address."""
     own = socket.gethostbyname(socket.gethostname())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; shows the address that other machines see
+        probe.connect(
+            ("192.0.2.1", 9)
+        )  # sends nothing; shows the address that other machines see
         outside = probe.getsockname()[0]
     doors: list[tuple[str, int]] = []
 

@@ -40,7 +40,9 @@ def assert_ranks_ended_by_themselves(run: Run) -> None:
 
 def test_a_signal_during_the_import_of_torch(start: Start) -> None:
     run = start("--training.steps=1000")
-    run.wait_until((run.folder / "lock.json").exists)  # handlers are installed, torch comes next
+    run.wait_until(
+        (run.folder / "lock.json").exists
+    )  # handlers are installed, torch comes next
     run.process.send_signal(signal.SIGUSR1)
     assert run.end() == 75, run.said()
     assert (run.status()["state"], run.status()["exit_code"]) == ("stopped", 75)

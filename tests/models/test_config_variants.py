@@ -47,7 +47,9 @@ def logits(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor | str, torc
         for name, weight in model.named_parameters():
             is_scale = weight.ndim == 1 and "norm" in name
             weight.data = (
-                torch.rand_like(weight) * 0.5 + 0.5 if is_scale else torch.randn_like(weight) * 0.15
+                torch.rand_like(weight) * 0.5 + 0.5
+                if is_scale
+                else torch.randn_like(weight) * 0.15
             )
         model.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))
@@ -89,7 +91,9 @@ def compare(name: str, change: str, folder: Path) -> bool:
 @pytest.mark.parametrize(
     ("name", "change"), [(n, c) for n, of in KNOWN["default"].items() for c in of]
 )
-def test_logits_equal_transformers_or_are_refused(name: str, change: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_or_are_refused(
+    name: str, change: str, tmp_path: Path
+) -> None:
     compare(name, change, tmp_path)
 
 

@@ -177,7 +177,9 @@ def test_modules_of_multi_token_prediction_in_a_folder_are_left_out_and_named(
     name = "Qwen3NextForCausalLM"
     save_twin(name, overrides_of(name) | {"vocab_size": 300}, folder)
     tensors = load_file(folder / "model.safetensors")
-    more = {f"mtp.{name}": torch.ones(2, 2) for name in ("fc.weight", "layers.0.mlp.gate.weight")}
+    more = {
+        f"mtp.{name}": torch.ones(2, 2) for name in ("fc.weight", "layers.0.mlp.gate.weight")
+    }
     save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
     for notes, weights in pool.run(2, begin, folder):
         assert notes == [f"left out mtp* of {folder}: the model's output does not depend on it"]
@@ -218,7 +220,9 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
     ("kind", "reason"),
     table(__file__, "a_hybrid_that_titan_cannot_run_is_refused_with_the_reason"),
 )  # fmt: skip
-def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(kind: str, reason: str) -> None:
+def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(
+    kind: str, reason: str
+) -> None:
     name = families()[kind]
     problems = job_of(name, {}, overrides_of(name)).model.resolved[1]
     assert problems == [("model.architecture", reason)]

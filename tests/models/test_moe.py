@@ -78,7 +78,9 @@ def test_a_balance_term_has_the_gradient_of_its_formula(
     x = tokens().double().requires_grad_()
     ExpertBiasBalancer({"moe": moe}, group=None).begin(num_sequences=B, num_tokens=B * S)
     seen: list[Tensor] = []
-    moe.router.choose = lambda scores_TE, bias_E: seen.append(scores_TE.topk(K).indices) or seen[-1]
+    moe.router.choose = lambda scores_TE, bias_E: (
+        seen.append(scores_TE.topk(K).indices) or seen[-1]
+    )
     (0 * moe(x).sum()).backward()  # all that is left is the term's
     logits_TE = (x @ moe.router.gate.weight.T).flatten(0, 1)
     scores_TE = logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()

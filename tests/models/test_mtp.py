@@ -87,7 +87,9 @@ def test_all_tokens_share_a_gradient_of_the_output_layer(chunk: int) -> None:
     (value / 7).backward()
     found = [x_BSD.grad, output.weight.grad]
     parts = [
-        F.cross_entropy(output(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum")
+        F.cross_entropy(
+            output(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
         for x, y in zip(x_BSD.split(2), labels_BSN.unbind(-1), strict=True)
     ]
     total = (parts[0] + 0.3 * (parts[1] + parts[2]) / 2) / 7
@@ -148,7 +150,9 @@ def differences(name: str, chunk_output: bool) -> dict[str, float]:
         parameter.grad = None
     first, further = written_out(model, row[:, :-1], row)
     (first + 0.5 * further).backward()
-    pairs: dict[str, Any] = {key: (gradients[key], p.grad) for key, p in model.named_parameters()}
+    pairs: dict[str, Any] = {
+        key: (gradients[key], p.grad) for key, p in model.named_parameters()
+    }
     pairs |= {"loss": (loss, first.detach()), "evaluated": (evaluated, first.detach())}
     [mean] = step.loss_sum.means
     pairs |= {"further": (mean, further.detach())}

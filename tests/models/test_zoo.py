@@ -30,11 +30,13 @@ def test_the_pages_count_what_the_table_lists() -> None:
     sizes = re.findall(r"^\| `\w+` \| (\d) of (\d) \|", PAGE, re.MULTILINE)
     whole = sum(good == total for good, total in sizes)
     assert (
-        f"**{whole} classes are equal in all columns, and {len(sizes) - whole} in some.**" in PAGE
+        f"**{whole} classes are equal in all columns, and {len(sizes) - whole} in some.**"
+        in PAGE
     )
     assert f"{(*sizes,).count(('3', '3'))} were run with\n  all three" in PAGE
     assert (
-        f"[{whole} more classes of transformers](docs/zoo.md)" in (ROOT / "README.md").read_text()
+        f"[{whole} more classes of transformers](docs/zoo.md)"
+        in (ROOT / "README.md").read_text()
     )
 
 

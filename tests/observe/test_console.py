@@ -84,7 +84,9 @@ def test_a_mixture_of_experts_shows_its_imbalance() -> None:
 
 
 def test_cpu_says_rss_and_no_mfu() -> None:
-    text = printed(lambda console: console.step(step_row(1, memory_kind="rss", memory_gib=0.87)))
+    text = printed(
+        lambda console: console.step(step_row(1, memory_kind="rss", memory_gib=0.87))
+    )
     assert "  mfu n/a  rss   0.87 GiB  " in text
 
 
@@ -100,7 +102,9 @@ def test_lines_with_a_convention_of_mfu_are_no_wider_than_160() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_narrow_terminals_lose_columns_not_lines(width: int) -> None:
-    text = printed(lambda console: console.step(step_row(7, loss=3.45214, mfu=0.4)), width=width)
+    text = printed(
+        lambda console: console.step(step_row(7, loss=3.45214, mfu=0.4)), width=width
+    )
     assert text.count("\n") == 1 and len(text) <= width + 1
     assert "loss  3.4521" in text and "tok/s" in text
     assert ("eta" in text) == (width >= 80)
@@ -161,14 +165,17 @@ def test_startup_page() -> None:
     page = {line[2:19].strip(): line[19:] for line in lines[2:] if line[2:3].strip()}
     assert page["layout"] == "4 ranks; mesh dp_shard 4; FSDP2 (ZeRO-3)"
     assert (
-        page["tokens per step"] == "8 sequences x 2,048 tokens x 4 ranks x 2 accumulation = 131,072"
+        page["tokens per step"]
+        == "8 sequences x 2,048 tokens x 4 ranks x 2 accumulation = 131,072"
     )
     assert page["steps"] == "1,000; 131,072,000 tokens in all"
     assert page["schedule"] == (
         "AdamW, peak learning rate 0.0008, 200 steps of warm-up, 700 constant, "
         "100 of linear decay to 8.72e-05"
     )
-    assert "(h200-sxm: 989 TFLOP/s dense bfloat16); MFU counts full attention" in page["hardware"]
+    assert (
+        "(h200-sxm: 989 TFLOP/s dense bfloat16); MFU counts full attention" in page["hardware"]
+    )
     assert "GiB a rank by formula, of 139.7: parameters 7.48, gradients 7.48" in page["memory"]
     assert page["data"] == "stdlib; tokenizer bytes, 264 tokens"
     assert max(map(len, lines)) <= 120
@@ -181,7 +188,8 @@ def test_startup_page_of_one_cpu_rank_and_of_hsdp_with_tp() -> None:
     assert one.lines["hardware"] == "CPU; no profile of its peak, so MFU is n/a"
     many = page_of(dp_replicate=2, dp_shard=4, tp=2)
     assert (
-        many.lines["layout"] == "16 ranks; mesh dp_replicate 2 x dp_shard 4 x tp 2; HSDP (ZeRO-3)"
+        many.lines["layout"]
+        == "16 ranks; mesh dp_replicate 2 x dp_shard 4 x tp 2; HSDP (ZeRO-3)"
     )
     assert "x 8 data-parallel ranks x 2 accumulation" in many.lines["tokens per step"]
     assert "(does not fit)" in page_of("405B", hardware="h100-sxm").lines["memory"]
@@ -240,7 +248,9 @@ def test_columns_stay_where_they_are_over_a_whole_run() -> None:
     """Steps of one digit to six, a loss that diverges, throughput of any size; MoE and validations come and go."""
     rows = [
         step_row(1, loss=12.0, tokens_per_s=912.0, eta_s=273_600.0, expert_imbalance=1.5),
-        step_row(20, loss=999.99996, grad_norm=99.9999, tokens_per_s=1_234_567.0, memory_gib=139.7),
+        step_row(
+            20, loss=999.99996, grad_norm=99.9999, tokens_per_s=1_234_567.0, memory_gib=139.7
+        ),
         step_row(300, loss=float("nan"), grad_norm=float("nan"), eta_s=5.0, data_wait_s=12.5),
         step_row(40_000, loss=98_765.4321, grad_norm=1e12, tokens_per_s=45_000_000.0),
         step_row(500_000, loss=0.0, grad_norm=float("inf"), eta_s=0.0, memory_kind="rss"),
@@ -317,7 +327,9 @@ def screen(text: str) -> list[str]:
         elif part == "\x1b[2K":
             lines[row] = ""
         elif part[0] != ESCAPE:
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            lines[row] = (
+                lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            )
             column += len(part)
     return [line.rstrip() for line in lines if line.strip()]
 

@@ -64,7 +64,11 @@ def test_experts_by_hand() -> None:
         return estimate_memory(config, model, layout(dp_shard=8)), kept
 
     (whole, kept), (split, kept_split), (_, uneven) = of(1), of(8), of(8, 1.5)
-    assert whole["parameters"] == split["parameters"] == pytest.approx(30_532_122_624 * 4 / 8 / GIB)
+    assert (
+        whole["parameters"]
+        == split["parameters"]
+        == pytest.approx(30_532_122_624 * 4 / 8 / GIB)
+    )
     # Two blocks are gathered (2 bytes) and one's gradient waits (2 + 4): of the experts' part, 7/8 less.
     stacked = 128 * 3 * 2048 * 768
     saved = (2 * 2 + 6) * stacked * 7 / 8 / GIB
@@ -127,7 +131,9 @@ def test_activations_counted_by_hand() -> None:
 def test_chunked_output_never_holds_all_logits() -> None:
     """Llama 3's vocabulary over 65,536 tokens: 31 GiB of logits and gradients, or 4."""
     config = job(local_batch_size=8, seq_len=8192)
-    whole = config.model_copy(update={"loss": LossSection(chunk_tokens=1024, chunk_output=False)})
+    whole = config.model_copy(
+        update={"loss": LossSection(chunk_tokens=1024, chunk_output=False)}
+    )
     in_chunks, at_once = (
         estimate_memory(c, FLAVORS["8B"], layout(dp_shard=8))["logits"] for c in (config, whole)
     )
@@ -162,7 +168,9 @@ def test_full_recomputation_keeps_block_inputs_and_one_block() -> None:
 
 def test_one_rank_in_one_precision_gathers_nothing() -> None:
     assert (
-        estimate_memory(job(mixed_precision_param="float32"), FLAVORS["1B"], layout())["unsharded"]
+        estimate_memory(job(mixed_precision_param="float32"), FLAVORS["1B"], layout())[
+            "unsharded"
+        ]
         == 0
     )
     assert estimate_memory(job(), FLAVORS["1B"], layout())["unsharded"] > 0

@@ -170,7 +170,9 @@ for login in (False, True):
 """
     pytest.importorskip("wandb")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
-    environment = kept | {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})
+    environment = (
+        kept | {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})
+    )
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr
@@ -205,7 +207,9 @@ def test_missing_extra_names_the_command(
 
 
 def test_model_tflops() -> None:
-    assert model_tflops(tokens_per_s=8000, flops_per_token=5e10, num_ranks=2) == pytest.approx(200)
+    assert model_tflops(tokens_per_s=8000, flops_per_token=5e10, num_ranks=2) == pytest.approx(
+        200
+    )
 
 
 def test_utilization_adds_up_precisions() -> None:
@@ -245,7 +249,9 @@ def test_utilization_of_experts_in_float8() -> None:
     config = JobConfig.model_validate({"model": model})
     sizes = config.model.sizes
     flops = flops_by_dtype(config, sizes, ())
-    assert flops["float8"] == 6 * sizes.n_layers * sizes.top_k * 3 * sizes.dim * sizes.expert_dim
+    assert (
+        flops["float8"] == 6 * sizes.n_layers * sizes.top_k * 3 * sizes.dim * sizes.expert_dim
+    )
     total = sizes.flops_per_token(config.training.seq_len)
     assert sum(flops.values()) == total
 

@@ -59,7 +59,9 @@ def test_a_slow_rank_is_named_and_those_that_wait_are_not(
         assert row["slowest_rank"] == SLOW_RANK
         assert row["slowest_rank_s"] > SLEEP_S > row["median_rank_s"] > 0
         assert row["step_s"] > SLEEP_S and 0 < row["goodput"] < 1
-    events = [e for e in read_json_lines(tmp_path / "events.jsonl") if e["event"] == "straggler"]
+    events = [
+        e for e in read_json_lines(tmp_path / "events.jsonl") if e["event"] == "straggler"
+    ]
     [event] = events  # told once
     assert (event["rank"], event["host"]) == (SLOW_RANK, os.uname().nodename)
     for rank in range(3):

@@ -26,7 +26,9 @@ def busiest(
     updates = {
         "parallelism": base.parallelism.model_copy(update={"expert_parallel_degree": ep}),
         "debug": base.debug.model_copy(update={"moe_force_load_balance": forced}),
-        "training": base.training.model_copy(update={"seq_len": seq_len, "local_batch_size": 1}),
+        "training": base.training.model_copy(
+            update={"seq_len": seq_len, "local_batch_size": 1}
+        ),
         "simulator": SimulatorSection(**simulator),
     }
     model = replace(QWEN3["30B-A3B"], num_experts=num_experts, top_k=2)

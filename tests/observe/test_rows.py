@@ -20,7 +20,9 @@ from titan.tools.row_files import RowFile, Tail
 
 def write(path: Path, steps: range, mode: str = "w", **values: object) -> Path:
     with path.open(mode) as file:
-        file.writelines(json.dumps({"step": n, "loss": 1 + 1 / n, **values}) + "\n" for n in steps)
+        file.writelines(
+            json.dumps({"step": n, "loss": 1 + 1 / n, **values}) + "\n" for n in steps
+        )
     return path
 
 

@@ -102,7 +102,9 @@ def test_a_rewind_loses_the_steps_since_the_save(tmp_path: Path) -> None:
     assert parts(events) == {"trained": 90, "data_wait": 10, "lost": 30}
     assert events.lost_steps == 6
     clock.now_s = 1140
-    assert events.share({"data": 4.0}) == pytest.approx(96 / 140)  # a new step timer begins at zero
+    assert events.share({"data": 4.0}) == pytest.approx(
+        96 / 140
+    )  # a new step timer begins at zero
 
 
 def test_a_step_that_is_repeated_is_lost_and_waiting_for_groups_is_a_part(

@@ -87,7 +87,9 @@ def plain_steps(scale: float) -> dict[str, Any]:
     section = config.optimizer
     betas = (section.beta1, section.beta2)
     # As titan does: torch 2.11 rounds its two programs for CPUs differently.
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups, lr=section.lr, betas=betas, eps=section.eps, fused=True
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     step = build_step(config, build_mesh("cpu"))  # for its learning rates alone
     losses, norms, scales = [], [], []
@@ -175,7 +177,9 @@ def one_process(pool: Pool) -> dict[str, Any]:
     ],
     ids=lambda layout: layout.name,
 )
-def test_layouts_equal_one_process(layout: Layout, one_process: dict[str, Any], pool: Pool) -> None:
+def test_layouts_equal_one_process(
+    layout: Layout, one_process: dict[str, Any], pool: Pool
+) -> None:
     """To the rounding of float16, whose sums differ in their order. Ranks with parts of a batch also overflow at other scales, so that
     the steps that overflow are chosen here.
     """

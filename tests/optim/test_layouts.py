@@ -97,7 +97,9 @@ def weights(of: TrainStep) -> dict[str, Tensor]:
     }
 
 
-def train(degrees: Degrees, optimizer: Options, training: Options | None = None) -> dict[str, Any]:
+def train(
+    degrees: Degrees, optimizer: Options, training: Options | None = None
+) -> dict[str, Any]:
     of = build(degrees, optimizer, **(training or {}))
     return {"results": steps(of, 1, 5), "weights": weights(of)}
 
@@ -131,7 +133,9 @@ def train_each(degrees: Degrees, optimizers: list[Options]) -> list[dict[str, An
 @pytest.fixture(scope="module")
 def references(pool: Pool) -> dict[str, dict[str, Any]]:
     """One process, by optimizer."""
-    return dict(zip(map(str, OPTIMIZERS), pool.run(1, train_each, {}, OPTIMIZERS)[0], strict=True))
+    return dict(
+        zip(map(str, OPTIMIZERS), pool.run(1, train_each, {}, OPTIMIZERS)[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("degrees", [FSDP, FSDP_TP], ids=str)
@@ -198,9 +202,9 @@ def train_early_and_late(
 def test_early_step_equals_the_usual_one(
     degrees: Degrees, optimizer: Options, accumulation: int, pool: Pool
 ) -> None:
-    early, late = pool.run(ranks(degrees), train_early_and_late, degrees, optimizer, accumulation)[
-        0
-    ]
+    early, late = pool.run(
+        ranks(degrees), train_early_and_late, degrees, optimizer, accumulation
+    )[0]
     for name, weight in late["weights"].items():
         assert torch.equal(weight, early["weights"][name]), name
     for ours, theirs in zip(early["results"], late["results"], strict=True):
@@ -212,7 +216,9 @@ def test_early_step_equals_the_usual_one(
     assert early["gradients"] == (1 if accumulation == 1 else num_parameters)
 
 
-def stop_and_resume(degrees: Degrees, optimizer: Options, training: Options, folder: str) -> bool:
+def stop_and_resume(
+    degrees: Degrees, optimizer: Options, training: Options, folder: str
+) -> bool:
     """Whether six steps are the same bits as three, a checkpoint, and three more."""
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=Path(folder))
 
@@ -303,5 +309,7 @@ def test_the_checkpoint_of_another_optimizer_is_refused(
     other: Options, pool: Pool, tmp_path: Path
 ) -> None:
     pool.run(1, save, {}, MUON if other != MUON else EIGHT_BIT, str(tmp_path))
-    with pytest.raises(RankFailed, match=r"lacks optimizer.*saved from another model or optimizer"):
+    with pytest.raises(
+        RankFailed, match=r"lacks optimizer.*saved from another model or optimizer"
+    ):
         pool.run(1, load, {}, other, str(tmp_path / "checkpoint" / "step-2"))

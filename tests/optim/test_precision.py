@@ -39,7 +39,9 @@ def test_softmax_is_computed_in_fp32() -> None:
     """Of 2,048 equal scores. A sum in bf16 would stop at 256, and the outputs would be eight times too large."""
     shape = (1, 2, 2048, 16)
     v = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 1).bfloat16()
-    out = InnerAttention()(torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16(), v, None)
+    out = InnerAttention()(
+        torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16(), v, None
+    )
     count = torch.arange(1, 2049).view(-1, 1)
     exact = v.double().cumsum(2) / count
     assert ((out.double() - exact) / exact).abs().max() < 2 * ULP

@@ -35,8 +35,12 @@ def test_more_steps_stretch_the_schedule_and_both_rates_are_said() -> None:
     line = jump(starter(), starter(200))
     # Progress 79 of 80 decay steps; then 80 of 180.
     last, following = (3e-3 * (1 + math.cos(math.pi * p)) / 2 for p in (79 / 80, 80 / 180))
-    assert line.startswith(f"learning rate {last:.2e} -> {following:.2e} from step 100 to 101, ")
-    assert "lr_scheduler.total_steps = 100 keeps the one before, which goes on at 0.00e+00" in line
+    assert line.startswith(
+        f"learning rate {last:.2e} -> {following:.2e} from step 100 to 101, "
+    )
+    assert (
+        "lr_scheduler.total_steps = 100 keeps the one before, which goes on at 0.00e+00" in line
+    )
     assert "[[phase]] with from_step = 101 and lr_factor" in line
     assert "\n" not in line
 
@@ -71,7 +75,9 @@ def test_another_peak_is_said_without_advice() -> None:
     line = jump(starter(), starter(optimizer={"lr": 3e-2}), 30)
     assert re.fullmatch(r"learning rate 2\.\d\de-03 -> 2\.\d\de-02 from step 30 to 31", line)
     # Half the steps: the rates of step 40 follow at once, and then fall.
-    assert jump(starter(200), starter(100), 40).endswith("at step 71 it is 9.26e-04, not 2.46e-03")
+    assert jump(starter(200), starter(100), 40).endswith(
+        "at step 71 it is 9.26e-04, not 2.46e-03"
+    )
     # A config that nobody can read says nothing.
     assert rate_jump("", starter(), step=3, ranks=1) == ""
     assert rate_jump("[model]\nname = 3", starter(), step=3, ranks=1) == ""

@@ -331,7 +331,9 @@ def test_a_restart_takes_its_programs_from_the_cache(tmp_path: Path) -> None:
             timeout=240,
         )
         assert result.returncode == 0, result.stderr
-        lines.append(re.search(r"compiled 2 blocks, the loss and the update: .*", result.stdout))
+        lines.append(
+            re.search(r"compiled 2 blocks, the loss and the update: .*", result.stdout)
+        )
         losses.append([row["loss"] for row in logged_rows(out)])
     first, second = (line.group() if line else "" for line in lines)
     assert re.search(r": 5 programs, \d+\.\d s$", first), first

@@ -99,11 +99,15 @@ def _gradients(net: Net, qkv: list[Tensor], grad: Tensor, ids: Tensor | None) ->
 
 def _largest_error(case: dict[str, Any], documents: bool = False) -> float:
     """Of output, dq, dk and dv of the part here, and of sinks' gradient, through two layers, against the whole on one process."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
+    mesh = init_device_mesh(
+        "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",)
+    )
     case = dict(case)
     method, balanced = case.pop("method"), case.pop("balanced")
     scale, spec = case.pop("scale", None), case.pop("spec", CAUSAL)
-    sinks = [torch.linspace(-1, 2, case["heads"], dtype=case["dtype"])] * case.pop("sinks", False)
+    sinks = [torch.linspace(-1, 2, case["heads"], dtype=case["dtype"])] * case.pop(
+        "sinks", False
+    )
     qkv, grad, ids = _inputs(**case)
     split = {"rank": mesh.get_local_rank(), "size": mesh.size(), "balanced": balanced}
     expected = _gradients(Net(scale, spec), [*qkv, *sinks], grad, ids if documents else None)
@@ -267,7 +271,9 @@ def _recomputed(method: Any) -> list[bool]:
         out.pow(2).sum().backward()
         assert x.grad is not None
         found.append([out.detach(), x.grad])
-    return [torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)]
+    return [
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -407,7 +413,9 @@ def test_blocks_are_the_causal_mask(balanced: bool, window: int) -> None:
 
 
 def test_lengths_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match=r"sequence of 100 .* multiple of 8 .*; try 96 or 104$"):
+    with pytest.raises(
+        ValueError, match=r"sequence of 100 .* multiple of 8 .*; try 96 or 104$"
+    ):
         check_divides(100, size=4, balanced=True)
     with pytest.raises(ValueError, match=r"multiple of 4 \(the number of ranks\); try 4$"):
         shard_sequence(torch.arange(3), dim=0, rank=0, size=4, balanced=False)
@@ -432,7 +440,9 @@ def _replaced(method: Any) -> list[str] | str:
     try:
         apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method)
     except ValueError as error:
-        assert type(net.plain) is PlainAttention, "nothing is replaced where something is refused"
+        assert type(net.plain) is PlainAttention, (
+            "nothing is replaced where something is refused"
+        )
         return str(error)
     return [type(child).__name__ for child in net._modules.values()]
 
@@ -440,7 +450,10 @@ def _replaced(method: Any) -> list[str] | str:
 def test_what_is_no_causal_softmax_is_not_replaced_by_it(pool) -> None:
     for method in ("ring", "allgather"):
         (refusal,) = pool.run(1, _replaced, method)
-        assert f"by {method} computes causal softmax" in refusal and "in place of Scaled" in refusal
+        assert (
+            f"by {method} computes causal softmax" in refusal
+            and "in place of Scaled" in refusal
+        )
     assert pool.run(1, _replaced, "ulysses") == [["ContextParallelAttention"] * 3]
 
 

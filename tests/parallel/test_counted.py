@@ -26,7 +26,9 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.sent: Sent = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if DTensor in types:  # its own collectives are dispatched inside
             return NotImplemented
         namespace, _, name = func._schema.name.partition("::")
@@ -94,9 +96,9 @@ def test_shards_are_gathered_again_where_they_were_freed(
 def test_one_reduction_for_all_scales_and_one_gather_for_a_unit(pool: Pool) -> None:
     """A block has seven weights in float8 and two norms: without precomputed scales, each weight of each gather has its reduction."""
     plain, dynamic, precomputed = (
-        pool.run(2, partial(collectives, recipe, FSDP, {"float8": settings} if recipe else {}))[0][
+        pool.run(2, partial(collectives, recipe, FSDP, {"float8": settings} if recipe else {}))[
             0
-        ]
+        ][0]
         for recipe, settings in (("", {}), ("tensorwise", GATHER), ("tensorwise", SCALES))
     )
     count = {
@@ -133,7 +135,9 @@ def memory_of_a_start(folder: Path) -> tuple[float, int, int]:
     (train_step,) = built
     whole = sum(p.numel() for p in train_step.parameters) * 4 / 2**20
     state = checkpoints.model_state(train_step.model_parts)
-    checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder).save(1, state, metadata={})
+    checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder).save(
+        1, state, metadata={}
+    )
     path = folder / "checkpoint" / "step-1"
     return whole, started, peak_mib(lambda: checkpoints.load(path, state))
 

@@ -58,7 +58,9 @@ def assert_is(digest: Digest, x: Tensor, name: str = "") -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (16, 5), (3, 4, 6), (1, 9), (20, 2, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_digest_is_a_projection_of_the_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_digest_is_a_projection_of_the_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert_is(digest_of(x, [torch.arange(n) for n in shape], shape), x)
 
@@ -130,7 +132,9 @@ def sharded_like(layout: str) -> dict[str, tuple[Tensor, Digest, bool]]:
     if layout == "fsdp x tp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         net, plain = seeded(), dict(seeded().named_parameters())
-        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
         fully_shard(net, mesh=mesh["dp"])
         for name, parameter in net.named_parameters():
             assert isinstance(parameter, DTensor)

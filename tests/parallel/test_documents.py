@@ -97,7 +97,8 @@ def test_a_forward_pass_makes_one_mask(compiled: bool) -> None:
 def test_flash_attention_takes_the_mask_on_a_gpu() -> None:
     """By torch's descriptions of its kernels: shapes, layouts and gradients, with grouped heads and narrow values."""
     inputs = [
-        torch.empty_like(x, device="meta", dtype=torch.bfloat16).requires_grad_() for x in heads(8)
+        torch.empty_like(x, device="meta", dtype=torch.bfloat16).requires_grad_()
+        for x in heads(8)
     ]
     ends = torch.zeros(BATCH, 4, dtype=torch.int32, device="meta")
     mask = mask_of(document_ids().to("meta"), form="varlen", cu_seqlens_BN=ends)
@@ -198,5 +199,7 @@ def test_a_kernel_that_is_not_there_is_the_users_mistake(
     with pytest.raises(InputError, match='"flash" is a kernel of GPUs, and this is "cpu"'):
         block_attention.prefer_backend("flash", "cpu")
     monkeypatch.setattr(block_attention, "compute_capability", lambda _: (9, 0))
-    with pytest.raises(InputError, match=r'"fa3": torch .* cannot load it .*; install it, or use'):
+    with pytest.raises(
+        InputError, match=r'"fa3": torch .* cannot load it .*; install it, or use'
+    ):
         block_attention.prefer_backend("fa3", "cuda")

@@ -87,7 +87,9 @@ RESTORED = ["full", "selective", "full, compiled", "selective, compiled", "offlo
 
 @pytest.mark.parametrize("how", [*RESTORED, "budget 0.0", "budget 0.5"])
 @pytest.mark.parametrize("way", ["module", "F.dropout", "rand", "attention"])
-def test_the_backward_pass_has_the_random_numbers_of_the_forward_pass(way: str, how: str) -> None:
+def test_the_backward_pass_has_the_random_numbers_of_the_forward_pass(
+    way: str, how: str
+) -> None:
     by_differences, by_backward = derivatives(way, how)
     assert by_backward == pytest.approx(by_differences, rel=1e-5, abs=1e-5)
 
@@ -99,7 +101,9 @@ def test_a_kept_draw_gives_its_numbers_to_no_other() -> None:
 
 @pytest.mark.parametrize("way", ["F.dropout", "rand", "attention"])
 def test_draws_outside_of_modules_that_are_not_restored(way: str) -> None:
-    with pytest.raises(ValueError, match=r"'layers\.\d' draws random numbers.*preserve_rng_state"):
+    with pytest.raises(
+        ValueError, match=r"'layers\.\d' draws random numbers.*preserve_rng_state"
+    ):
         derivatives(way, "not restored")
     by_differences, by_backward = derivatives(way, "not restored, compiled")
     assert by_backward == pytest.approx(by_differences, rel=1e-5, abs=1e-5)

@@ -154,10 +154,14 @@ def _state(trainer: PoolTrainer) -> dict[str, Tensor]:
     state = {}
     for part in trainer.train_step.model_parts:
         for name, tensor in part.state_dict().items():
-            state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            state[name] = (
+                tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            )
         moments = optimizer_state([part], trainer.train_step.optimizer)
         for name, tensor in moments.items() if trainer.step else ():
-            state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            state[name] = (
+                tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            )
     return state
 
 
@@ -276,7 +280,9 @@ class Order(TorchDispatchMode):
         super().__init__()
         self.wanted, self.seen = names, list[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._opname in self.wanted:
             self.seen.append(func._opname)
         return func(*args, **(kwargs or {}))
@@ -362,7 +368,9 @@ def test_eight_bits_are_near_and_the_same_on_every_layout(
 # ---- compiled ----------------------------------------------------------------------------------
 
 
-def train_compiled(folder: Path, base: dict[str, Any]) -> tuple[list[float], list[int], list[str]]:
+def train_compiled(
+    folder: Path, base: dict[str, Any]
+) -> tuple[list[float], list[int], list[str]]:
     """The losses, the rows that the experts of this rank got in each call, and what the compiler complains about."""
     trainer = PoolTrainer(job(folder, base=base))
     rows: list[int] = []

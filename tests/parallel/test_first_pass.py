@@ -66,7 +66,9 @@ def sections(model: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def test_experts_get_their_share_from_the_first_microbatch_on(pool: Pool) -> None:
     """In a pass over zeros all tokens have the same experts, and a rank would get all rows."""
-    for found in pool.run(4, first_step, sections(MOE, parallelism={"expert_parallel_degree": 2})):
+    for found in pool.run(
+        4, first_step, sections(MOE, parallelism={"expert_parallel_degree": 2})
+    ):
         assert found["events"].index("block") > found["events"].index("microbatch 0")
         mean = sum(found["rows"]) / len(found["rows"])
         assert 0.6 * mean < found["rows"][0] < 1.4 * mean, found["rows"]

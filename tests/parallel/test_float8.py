@@ -109,7 +109,8 @@ def steps(train_step: TrainStep, numbers: range, *, split: int = 1) -> list[floa
     for number in numbers:
         parts = global_batch(number).chunk(world * split)
         mine = [
-            Batch(tokens_BS=p[:, :-1], labels_BS=p[:, 1:].contiguous()) for p in parts[rank::world]
+            Batch(tokens_BS=p[:, :-1], labels_BS=p[:, 1:].contiguous())
+            for p in parts[rank::world]
         ]
         losses.append(train_step.train(mine, step=number).loss.item())
     return losses
@@ -295,7 +296,9 @@ def test_the_chunked_loss_multiplies_as_the_layer_does(recipe: str) -> None:
             )
         else:
             parts = zip(x.split(128), labels.split(128), strict=True)
-            each = [nn.functional.cross_entropy(output(a), b, reduction="sum") for a, b in parts]
+            each = [
+                nn.functional.cross_entropy(output(a), b, reduction="sum") for a, b in parts
+            ]
             loss = torch.stack(each).sum()
         results.append([loss.detach(), *torch.autograd.grad(loss, [x, weight])])
     norm = torch.linalg.vector_norm
@@ -460,7 +463,9 @@ class Gathered(TorchDispatchMode):
         super().__init__()
         self.fsdp_bytes, self.in_float8 = 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.c10d._allgather_base_.default:
             self.fsdp_bytes += args[0].numel() * args[0].element_size()
         if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
@@ -567,7 +572,9 @@ def test_hardware(
             require_hardware(recipe, torch.device("cuda"))
 
 
-def test_a_cpu_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\n[model]\nconverters = "float8"\n')
     assert main([str(path)]) == 2
@@ -576,7 +583,9 @@ def test_a_cpu_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "set emulate = true" in line
 
 
-def test_a_run_says_what_was_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_what_was_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
         f'[job]\ndump_folder = "{tmp_path}"\n[model]\nflavor = "tiny"\nconverters = "quantize.linear.mx"\n'
@@ -626,4 +635,6 @@ def shard_without_telling(_: int) -> str:
 
 def test_a_trainer_of_ones_own_is_told(pool: Pool) -> None:
     for text in pool.run(3, shard_without_telling, 0):
-        assert re.search(r"3 FSDP ranks do not divide the 64 rows of layers\.0.*fsdp_ranks=3", text)
+        assert re.search(
+            r"3 FSDP ranks do not divide the 64 rows of layers\.0.*fsdp_ranks=3", text
+        )

@@ -127,7 +127,9 @@ def on_ranks(way: str, uses: list[str]) -> list[list[dict[str, Tensor | None]]]:
             mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)["dp_replicate", "dp_shard"]
             apply_fsdp(model, mesh=mesh, **units)
         else:
-            apply_fsdp(model, mesh=build_mesh("cpu", dp_shard=2)["dp_shard"], **units, **options)
+            apply_fsdp(
+                model, mesh=build_mesh("cpu", dp_shard=2)["dp_shard"], **units, **options
+            )
 
         def set_sync(last: bool, model: nn.Module = model) -> None:
             set_gradient_sync(model, **sync(last))
@@ -355,7 +357,9 @@ def with_embedding(number: int) -> list[dict[str, Tensor | None]]:
     apply_fsdp(
         model, mesh=mesh, blocks=model.blocks.children(), first=[model.embed], gradients="sum"
     )
-    return gradients(model, "the first skips a block", range(dist.get_rank(), dist.get_rank() + 1))
+    return gradients(
+        model, "the first skips a block", range(dist.get_rank(), dist.get_rank() + 1)
+    )
 
 
 @pytest.mark.parametrize("number", range(len(EMBEDDINGS)))
@@ -377,7 +381,9 @@ def test_dropout_without_the_random_state_is_refused_by_name() -> None:
     for helper in (apply_ac, apply_compile):
         with pytest.raises(ValueError, match=r"module 'layers\.0\.1' draws random numbers"):
             helper(model, preserve_rng_state=False)
-    attention = nn.ModuleDict({"layers": nn.ModuleList([nn.MultiheadAttention(4, 2, dropout=0.1)])})
+    attention = nn.ModuleDict(
+        {"layers": nn.ModuleList([nn.MultiheadAttention(4, 2, dropout=0.1)])}
+    )
     with pytest.raises(ValueError, match=r"module 'layers\.0' draws"):
         apply_ac(attention, preserve_rng_state=False)
     quiet = nn.ModuleDict(
@@ -387,7 +393,9 @@ def test_dropout_without_the_random_state_is_refused_by_name() -> None:
 
 
 def test_the_row_of_padding_begins_at_zero() -> None:
-    model: Any = nn.ModuleDict({"a": nn.Embedding(5, 4, padding_idx=2), "b": nn.Embedding(5, 4)})
+    model: Any = nn.ModuleDict(
+        {"a": nn.Embedding(5, 4, padding_idx=2), "b": nn.Embedding(5, 4)}
+    )
     initialize(model, seed=0, std_of=lambda name: 0.1)
     assert model["a"].weight[2].eq(0).all() and model["a"].weight[[0, 1, 3, 4]].ne(0).all()
     assert model["b"].weight.ne(0).all()

@@ -120,14 +120,18 @@ def test_gradients_are_sums_over_ranks(pool) -> None:
                 )
 
 
-def _gathered_ahead(gathers_experts: bool, prefetch: int) -> list[tuple[str, set[str], set[str]]]:
+def _gathered_ahead(
+    gathers_experts: bool, prefetch: int
+) -> list[tuple[str, set[str], set[str]]]:
     """Return each unit and what it gathers ahead in the forward and in the backward pass, by name."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "one"))
     with torch.device("meta"):
         model: Any = EndsNet()
         for block in model.blocks:
             block.experts = nn.Linear(3, 3)
-    own = {block.experts: mesh["dp_shard" if gathers_experts else "one"] for block in model.blocks}
+    own = {
+        block.experts: mesh["dp_shard" if gathers_experts else "one"] for block in model.blocks
+    }
     units = {"blocks": model.blocks, "first": [model.stem], "last": [model.norm, model.head]}
     apply_fsdp(
         model, gradients="sum", mesh=mesh["dp_shard"], own_mesh=own, prefetch=prefetch, **units
@@ -156,7 +160,9 @@ def test_what_is_inside_a_unit_is_gathered_ahead_with_it(pool) -> None:
         (0, False, -1),
         (0, True, 0),
     ):
-        expected = {name: (set(), set()) for unit in order for name in unit} | {"": (set(), set())}
+        expected = {name: (set(), set()) for unit in order for name in unit} | {
+            "": (set(), set())
+        }
         for place, unit in enumerate(order):
             ahead, behind = order[place + 1 :][:depth], order[:place][::-1][:depth]
             # The first of a unit stands for it.
@@ -290,7 +296,9 @@ def _leave_out(plan: dict[str, str]) -> None:
 
 def test_a_plan_names_every_module_with_parameters(pool) -> None:
     """Else each rank would keep the gradient of its own part of the sequence."""
-    with pytest.raises(RankFailed, match=r"no style for blocks\.1\.weight, blocks\.1\.bias: name"):
+    with pytest.raises(
+        RankFailed, match=r"no style for blocks\.1\.weight, blocks\.1\.bias: name"
+    ):
         pool.run(
             2,
             _leave_out,

@@ -15,7 +15,9 @@ calls: list[tuple[torch.dtype, ...]] = []
 _mm = torch.mm
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def mm(
+    a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         calls.append((a.dtype, b.dtype, out_dtype or a.dtype))
     return _mm(a, b) if out_dtype is None else _mm(a.to(out_dtype), b.to(out_dtype))

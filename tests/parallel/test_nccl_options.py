@@ -125,7 +125,9 @@ def test_each_axis_has_its_own(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_an_axis_of_all_ranks_leaves_the_default_group_to_flags(backend: str, pool: Pool) -> None:
+def test_an_axis_of_all_ranks_leaves_the_default_group_to_flags(
+    backend: str, pool: Pool
+) -> None:
     """torch gives such an axis the default group, over which the trainer sends flags. gloo has no options to give it."""
     made, of_default, _ = run(pool, {"dp_shard": 4}, backend=backend, dp_shard={"max_ctas": 16})
     assert of_default == ([] if backend == "nccl" else ["dp_shard"])

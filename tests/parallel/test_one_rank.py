@@ -32,7 +32,9 @@ LAYOUTS = [
     Layout("compiled", compiled=TRACED),
     Layout("parameters on the host", offload=True),
     Layout("float8", float8="tensorwise"),
-    Layout("optimizer in backward", optimizer=(("early_step_in_backward", True),), accumulation=2),
+    Layout(
+        "optimizer in backward", optimizer=(("early_step_in_backward", True),), accumulation=2
+    ),
     Layout("experts", accumulation=2, **EXPERTS),
     Layout("stages of one rank", pp(2), 2),
     Layout("stages of one rank, split backward pass", pp(2), settings=ZERO_BUBBLE),
@@ -50,7 +52,9 @@ def equal_bits(layout: Layout, steps: int) -> list[str]:
     wrong = [name for name in ("losses", "norms") if ours[name] != torchs[name]]
     for what in ("gradients", "weights"):
         assert ours[what].keys() == torchs[what].keys()
-        wrong += [n for n, value in ours[what].items() if not torch.equal(value, torchs[what][n])]
+        wrong += [
+            n for n, value in ours[what].items() if not torch.equal(value, torchs[what][n])
+        ]
     return wrong
 
 
@@ -69,7 +73,9 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = next((n for n in self.NAMES if n in func.__name__), "")
         if name:

@@ -226,7 +226,9 @@ def _check(results: list[dict[str, Any]], plan: StageSplit) -> None:
     found = {name for result in results for name in result["gradients"]}
     assert found == gradients.keys()
     for rank, result in enumerate(results):
-        assert result["order"][: len(schedule.order[rank])] == list(map(str, schedule.order[rank]))
+        assert result["order"][: len(schedule.order[rank])] == list(
+            map(str, schedule.order[rank])
+        )
         assert result["peak"] == schedule.peak_in_flight(rank)
         assert result["left"] == 0, "a training step holds on to activations"
         for name, gradient in result["gradients"].items():
@@ -378,7 +380,9 @@ def test_textbook_bubbles_and_peaks(ranks: int, microbatches: int) -> None:
     assert [gpipe.peak_in_flight(rank) for rank in range(ranks)] == [microbatches] * ranks
     if microbatches < ranks:
         return
-    one = build_schedule("1f1b", num_ranks=ranks, num_stages=ranks, num_microbatches=microbatches)
+    one = build_schedule(
+        "1f1b", num_ranks=ranks, num_stages=ranks, num_microbatches=microbatches
+    )
     assert one.bubble_fraction() == pytest.approx(bubble)
     peaks = [min(microbatches, ranks - rank) for rank in range(ranks)]
     assert [one.peak_in_flight(rank) for rank in range(ranks)] == peaks
@@ -489,7 +493,9 @@ def test_modules_without_parameters_may_be_in_several_stages_but_must_be_in_one(
 def test_a_list_of_layers_is_told_to_be_a_dict() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    with pytest.raises(ValueError, match=r"'blocks' is in no stage; .* must be an nn\.ModuleDict"):
+    with pytest.raises(
+        ValueError, match=r"'blocks' is in no stage; .* must be an nn\.ModuleDict"
+    ):
         extract_stages(model, [["blocks.0"], ["blocks.1"]], numbers=[0])
 
 
@@ -522,7 +528,9 @@ def test_names_and_stage_numbers() -> None:
     assert canonical_schedule("flexible_interleaved_1f1b") == "Interleaved1F1B"
     assert canonical_schedule("Flexible-Interleaved-1F1B") == "Interleaved1F1B"
     assert [name for name in SCHEDULES if splits_backward(name)] == list(MULTI[2:])
-    with pytest.raises(ValueError, match="unknown pipeline schedule '1F2B'; did you mean '1F1B'"):
+    with pytest.raises(
+        ValueError, match="unknown pipeline schedule '1F2B'; did you mean '1F1B'"
+    ):
         canonical_schedule("1F2B")
     assert stage_numbers(1, num_ranks=4, stages_per_rank=3) == [1, 5, 9]
     assert stage_numbers(1, num_ranks=4, stages_per_rank=2, style="v") == [1, 6]
@@ -532,7 +540,9 @@ def test_names_and_stage_numbers() -> None:
     ("name", "stages", "microbatches", "message"),
     table(__file__, "numbers_that_do_not_fit"),
 )
-def test_numbers_that_do_not_fit(name: str, stages: int, microbatches: int, message: str) -> None:
+def test_numbers_that_do_not_fit(
+    name: str, stages: int, microbatches: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(message)}$"):
         check_schedule(name, num_ranks=4, num_stages=stages, num_microbatches=microbatches)
 
@@ -571,7 +581,9 @@ def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
 JOB = "train_configs/debug_model.toml"
 
 
-def test_command_draws_and_writes_a_csv(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_draws_and_writes_a_csv(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     files = ["--csv", str(tmp_path / "p.csv")]
     pp = "--parallelism.pipeline_parallel_degree=2"
     job = [

@@ -68,7 +68,9 @@ def step(kind: str) -> list[RecordedTensor]:
     recorder = Recorder([model], shapes, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x_BSD = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
-    recorder.begin(batch=share // 2, samples=share, positions=torch.arange(LENGTH), length=LENGTH)
+    recorder.begin(
+        batch=share // 2, samples=share, positions=torch.arange(LENGTH), length=LENGTH
+    )
     world = BATCH // share
     for number in range(2):
         # Micro-batches take turns over the ranks.

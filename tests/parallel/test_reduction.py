@@ -31,7 +31,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(16, WIDTH)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+            for _ in range(3)
         )
         self.output = nn.Linear(WIDTH, 16, bias=False)
 
@@ -76,7 +77,9 @@ def losses(ours: str, accumulates: bool) -> list[float]:
             elif accumulates:
                 model.set_requires_gradient_sync(part == 1)
             logits = model(ids[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), ids[:, 1:].flatten()
+            )
             loss.backward()
             found.append(loss.item())
         optimizer.step()
@@ -196,7 +199,9 @@ def double_gradients(kind: str) -> tuple[list[Tensor], str]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_fp64_is_reduced_in_fp64_and_second_derivatives_are_refused(kind: str, pool: Pool) -> None:
+def test_fp64_is_reduced_in_fp64_and_second_derivatives_are_refused(
+    kind: str, pool: Pool
+) -> None:
     [(expected, said)] = pool.run(1, double_gradients, "")
     assert not said
     for found, said in pool.run(2, double_gradients, kind):

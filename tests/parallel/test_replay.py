@@ -63,7 +63,9 @@ def _break(trainer: Any, name: str) -> None:
     evaluations: list[int] = []
     model.register_forward_pre_hook(lambda *_: evaluations.append(trainer.step))
     (module,) = (
-        m for n, m in model.named_modules() if n.replace("_checkpoint_wrapped_module.", "") == name
+        m
+        for n, m in model.named_modules()
+        if n.replace("_checkpoint_wrapped_module.", "") == name
     )
     forward: Callable[..., Any] = module._compiled_call_impl or module.forward
 
@@ -103,7 +105,8 @@ def test_a_bit_that_flips_on_one_rank_is_named(name: str, pool: Pool, tmp_path: 
 def test_it_warns_and_trains_on(pool: Pool, tmp_path: Path) -> None:
     base = {"fault_tolerance": {"on_replay_mismatch": "warn"}}
     [plain, warned] = [
-        pool.run(2, warns, tmp_path / what, base, fault) for what, fault in (("a", ""), ("b", FFN))
+        pool.run(2, warns, tmp_path / what, base, fault)
+        for what, fault in (("a", ""), ("b", FFN))
     ]
     for (numbers, said), (expected, nothing) in zip(warned, plain, strict=True):
         assert numbers == expected and nothing == []

@@ -65,7 +65,9 @@ class Called(Net):
             super().__init__()
             self.up, self.down = block.up, block.down
 
-        def forward(self, shift: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, shift: torch.Tensor, scale: float, hidden: torch.Tensor
+        ) -> torch.Tensor:
             return self.down(input=torch.tanh(self.up(input=hidden) + shift * scale))
 
     def __init__(self) -> None:
@@ -183,8 +185,12 @@ def _still_trained() -> list[str]:
     for output_in_loss in (False, True):
         with torch.device("meta"):
             model = Net().requires_grad_(False)
-        apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=1, output_in_loss=output_in_loss)
-        found += [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        apply_tp(
+            model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=1, output_in_loss=output_in_loss
+        )
+        found += [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
     return found
 
 
@@ -193,7 +199,9 @@ def test_frozen_parameters_stay_frozen(pool) -> None:
     assert pool.run(2, _still_trained) == [[], []]
 
 
-def _split(change: dict[str, str], heads: int, length: int, up: nn.Module | None = None) -> None:
+def _split(
+    change: dict[str, str], heads: int, length: int, up: nn.Module | None = None
+) -> None:
     mesh = build_mesh("cpu", tp=2, dp_shard=1)
     model = Net()
     model.blocks[0].up = nn.Linear(8, 11) if up is None else up

@@ -14,7 +14,9 @@ from titan.parallel.token_order import inverted, transposed_blocks
 @pytest.mark.parametrize(
     ("tokens", "k", "experts"), table(__file__, "places_are_those_of_a_stable_sort")
 )
-def test_places_are_those_of_a_stable_sort(tokens: int, k: int, experts: int, twice: bool) -> None:
+def test_places_are_those_of_a_stable_sort(
+    tokens: int, k: int, experts: int, twice: bool
+) -> None:
     torch.manual_seed(tokens)
     ids_TK = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
     if twice:  # a router may name an expert more than once

@@ -43,7 +43,9 @@ def test_the_named_functions_are_compiled_or_the_whole_block() -> None:
     calls: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        calls.append(" ".join(str(node.target) for node in graph.graph.nodes if "call" in node.op))
+        calls.append(
+            " ".join(str(node.target) for node in graph.graph.nodes if "call" in node.op)
+        )
         return graph.forward
 
     torch._dynamo.reset()

@@ -150,7 +150,9 @@ def dropped(layout: Layout) -> dict[str, Any]:
     )
     count = world * layout.accumulation
     whole = mixed_batch(layout, 1)
-    batches = [whole.map(lambda _, t, i=i: t.chunk(count)[i]) for i in range(rank, count, world)]
+    batches = [
+        whole.map(lambda _, t, i=i: t.chunk(count)[i]) for i in range(rank, count, world)
+    ]
     gradients: list[tuple[Tensor, Tensor]] = []
 
     def refuse(loss: Tensor, norm: Tensor) -> bool:
@@ -186,7 +188,9 @@ RANDOM = [
 
 
 @pytest.mark.parametrize("layout", RANDOM, ids=lambda layout: layout.name)
-def test_gradients_with_dropout_are_those_of_the_forward_pass(layout: Layout, pool: Pool) -> None:
+def test_gradients_with_dropout_are_those_of_the_forward_pass(
+    layout: Layout, pool: Pool
+) -> None:
     results = pool.run(layout.ranks, dropped, awkward(layout, "dropout"))
     assert results[0]["slope"] == pytest.approx(results[0]["norm"], rel=2e-3)
     again = pool.run(layout.ranks, dropped, awkward(layout, "dropout"))
@@ -243,7 +247,9 @@ def test_a_run_resumes_with_unused_parameters_and_dropout(
 ) -> None:
     optimizer, layout, before, after = RESUMES[row]
     optimizer = (
-        {"implementation": "foreach"} | optimizer if optimizer.get("name") != "Muon" else optimizer
+        {"implementation": "foreach"} | optimizer
+        if optimizer.get("name") != "Muon"
+        else optimizer
     )
     traits = "unused,dropout" if before == after else "unused"
     settings: dict[str, Any] = {"optimizer": optimizer, "parallelism": layout}
@@ -289,7 +295,9 @@ def labelled(layout: Layout) -> list[bool]:
         weights = [p.detach().clone() for p in step.parameters]
         report = step.train(batches, step=number)
         assert report.has_targets == has_targets and report.loss.isfinite()
-        changed.append(any(not _same(p, w) for p, w in zip(step.parameters, weights, strict=True)))
+        changed.append(
+            any(not _same(p, w) for p, w in zip(step.parameters, weights, strict=True))
+        )
     return changed
 
 

@@ -35,7 +35,9 @@ MODES = {
     ],
 }
 CELLS = [
-    cell for cell in product(FAMILIES, MODES, LAYOUTS) if cell[0] == "experts" or cell[2] != "EP 2"
+    cell
+    for cell in product(FAMILIES, MODES, LAYOUTS)
+    if cell[0] == "experts" or cell[2] != "EP 2"
 ]
 # Those that failed when each technique and each pair passed.
 QUICK = [("experts", "op", "EP 2"), ("experts", "full", "one rank")]
@@ -53,7 +55,9 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         key = (family, layout, *settings)
         if key not in known:
             folder = tmp_path_factory.mktemp("run")
-            known[key] = _train(folder, FAMILIES[family], [*LAYOUTS[layout], *settings], variables)
+            known[key] = _train(
+                folder, FAMILIES[family], [*LAYOUTS[layout], *settings], variables
+            )
         return known[key]
 
     return train

@@ -57,7 +57,9 @@ SLOW: dict[str, Any] = {"repeats": True}
 LAYOUTS = [
     Layout("one process", accumulation=2),
     Layout("FSDP2", fsdp(2)),
-    Layout("FSDP2, two blocks in a unit, ZeRO-2", fsdp(2), 2, settings=(*IN_UNITS, *NEVER), **SLOW),
+    Layout(
+        "FSDP2, two blocks in a unit, ZeRO-2", fsdp(2), 2, settings=(*IN_UNITS, *NEVER), **SLOW
+    ),
     Layout("FSDP2", fsdp(8), **SLOW),
     Layout("DDP", REPLICAS, 2),
     Layout("HSDP", (*REPLICAS, *fsdp(2)), **SLOW),

@@ -52,7 +52,9 @@ LAYOUTS = layouts_of("experts")
 def test_equals_one_process(layout: Layout, references, pool: Pool, moe_table) -> None:
     layout, moe_table.expected = with_terms(layout), len(LAYOUTS)
     results = pool.run(layout.ranks, train, layout)
-    differ, found = compare(results, one_process(layout, references), weights=weights_bound(layout))
+    differ, found = compare(
+        results, one_process(layout, references), weights=weights_bound(layout)
+    )
     assert not differ, (differ, found)
     moe_table.add(
         layout.name,
@@ -139,7 +141,9 @@ PRONE_TO_DEADLOCK = [
     Layout("FSDP2, EP 4", fsdp(4), settings=ep(4)),
     Layout("FSDP2 x TP+SP, EP 4", (*fsdp(2), *tp(2)), settings=ep(4)),
     *(
-        Layout(f"PP {name} x FSDP2, EP 2", (*pp(2), *fsdp(4)), settings=(*ep(2), *schedule(name)))
+        Layout(
+            f"PP {name} x FSDP2, EP 2", (*pp(2), *fsdp(4)), settings=(*ep(2), *schedule(name))
+        )
         for name in (
             "1F1B",
             "Interleaved1F1B",
@@ -173,7 +177,9 @@ PRONE_TO_DEADLOCK = [
 def test_a_collapsed_router_is_computed_right(
     skew: str, layout: Layout, times: int, pool: Pool
 ) -> None:
-    layout = replace(layout, model=QWEN, overrides=(("top_k", 1), ("router_z_loss_coeff", 1e-2)))
+    layout = replace(
+        layout, model=QWEN, overrides=(("top_k", 1), ("router_z_loss_coeff", 1e-2))
+    )
     alone = Layout("one process", model=layout.model, overrides=layout.overrides)
     reference = pool.run(1, train_with, skew, alone)[0]
     for _ in range(times):

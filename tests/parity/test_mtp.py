@@ -90,6 +90,8 @@ def test_the_loss_of_further_targets_is_a_column(pool: Pool, tmp_path: Path) -> 
         pool.run(ranks, run, folder, layout)
         rows.append(read_json_lines(folder / "metrics.jsonl"))
     for alone, pipeline in zip(*rows, strict=True):
-        assert alone["mtp_loss"] > 1 and alone["mtp_loss"] != pytest.approx(alone["loss"], rel=1e-4)
+        assert alone["mtp_loss"] > 1 and alone["mtp_loss"] != pytest.approx(
+            alone["loss"], rel=1e-4
+        )
         assert pipeline["mtp_loss"] == pytest.approx(alone["mtp_loss"], rel=1e-5)
         assert pipeline["loss"] == pytest.approx(alone["loss"], rel=1e-5)

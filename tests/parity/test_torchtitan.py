@@ -78,7 +78,9 @@ def torchtitans(weights: dict[str, Tensor], rates: list[float]) -> dict[str, lis
     )
     model.load_state_dict(
         {
-            name: in_pairs(w, sizes.head_dim) if name.endswith(("wq.weight", "wk.weight")) else w
+            name: in_pairs(w, sizes.head_dim)
+            if name.endswith(("wq.weight", "wk.weight"))
+            else w
             for name, w in weights.items()
         }
     )

@@ -163,7 +163,9 @@ def test_invariants(seed: int, expandable: bool) -> None:
     spans = sorted((block.address, block.address + block.size) for block in (*blocks, *cached))
     assert all(a[1] <= b[0] for a, b in pairwise(spans))
     assert sum(block.size for block in blocks) == allocator.active_bytes
-    assert allocator.active_bytes + sum(block.size for block in cached) == allocator.reserved_bytes
+    assert (
+        allocator.active_bytes + sum(block.size for block in cached) == allocator.reserved_bytes
+    )
     assert allocator.reserved_bytes <= allocator.peak_reserved_bytes
     for number in alive:
         allocator.free(number)

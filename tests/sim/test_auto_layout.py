@@ -66,7 +66,9 @@ def started(job: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return seen
 
 
-def choose(words: list[str], ranks: int, hardware: str = "cpu", **how: Any) -> auto.ChosenLayout:
+def choose(
+    words: list[str], ranks: int, hardware: str = "cpu", **how: Any
+) -> auto.ChosenLayout:
     profile = auto.on_nodes(load_profile(hardware), ranks)
     how = {"simulate": True} | how
     return auto.choose(words, load_from_argv(words), profile, world_size=ranks, **how)
@@ -151,7 +153,9 @@ def test_a_resumed_run_keeps_its_layout(
 def test_keys_that_the_job_sets_are_held(job: Path, words: list[str], ranks: int) -> None:
     argv = [str(job), *words]
     choice = choose(argv, ranks)
-    set_keys = {word[2:].partition("=")[0] for word in words if not word.startswith("--training")}
+    set_keys = {
+        word[2:].partition("=")[0] for word in words if not word.startswith("--training")
+    }
     assert not set_keys & choice.settings.keys()
     asked, found = (
         load_from_argv(argv),
@@ -190,9 +194,9 @@ def test_the_choice_is_the_planners(job: Path) -> None:
     choice = choose(argv, 2, "h100-sxm")
     assert "of 4 layouts in simulation" in choice.settings["parallelism.layout_reason"]
     (chosen,) = simulate_variants(argv, [choice.settings], world_size=2, profiles=[profile])
-    best = plan(LayoutSearch(argv, load_from_argv(argv), profile, world_size=2), budget=4).ranked[
-        0
-    ][1]
+    best = plan(
+        LayoutSearch(argv, load_from_argv(argv), profile, world_size=2), budget=4
+    ).ranked[0][1]
     assert chosen.fits and chosen.speed >= 0.95 * best.speed
 
 
@@ -257,7 +261,9 @@ def test_a_choice_is_made_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     formula = lambda search: made.append(search) or auto._by_formula(search, "as a test asks")  # noqa: E731
     monkeypatch.setattr(auto, "_by_simulation", formula)
     first = choose([str(job)], 2, "h100-sxm")
-    assert choose([str(job), "--job.description=other"], 2, "h100-sxm") == first and len(made) == 1
+    assert (
+        choose([str(job), "--job.description=other"], 2, "h100-sxm") == first and len(made) == 1
+    )
     # Other ranks, hardware, keys of the job and versions are other questions.
     choose([str(job)], 4, "h100-sxm")
     choose([str(job)], 2, "a100-80g")
@@ -318,7 +324,9 @@ def test_slurm_needs_the_hardware(job: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["slurm", str(job), *words]) == 0
     script = (run / "job.sbatch").read_text()
     assert "--parallelism.layout=fixed" in script and (run / auto.FILE).is_file()
-    degrees = [line for line in (run / auto.FILE).read_text().splitlines() if "_degree = " in line]
+    degrees = [
+        line for line in (run / auto.FILE).read_text().splitlines() if "_degree = " in line
+    ]
     for line in degrees:
         assert f"--parallelism.{line.replace(' = ', '=')}" in script
     with pytest.raises(ConfigError, match="no profile 'h1000'"):
@@ -341,7 +349,9 @@ def test_the_gpu_of_this_machine(job: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert auto.profile_here(named, 8).name == "h200-sxm"
 
 
-def test_config_and_check_say_what_is_open(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_and_check_say_what_is_open(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["config", str(job), "--parallelism.tensor_parallel_degree=2"]) == 0
     resolved = tomllib.loads(capsys.readouterr().out)
     assert resolved["parallelism"] == {"tensor_parallel_degree": 2, "layout": "auto"}
@@ -356,7 +366,9 @@ def test_config_and_check_say_what_is_open(job: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     choice = choose([str(job)], 4, simulate=False)
     words = [str(job), *choice.overrides]
-    assert f"4 ranks = {resolve_layout(load_from_argv(words), 4)}" in out and "by formula" in out
+    assert (
+        f"4 ranks = {resolve_layout(load_from_argv(words), 4)}" in out and "by formula" in out
+    )
     assert not (job.parent / "run").exists()
     assert cli.main(["check", str(job), "--parallelism.layout=best"]) == 2
     assert 'expected one of "fixed", "auto", got "best"' in capsys.readouterr().err

@@ -82,7 +82,9 @@ def comparable(events: list[Event]) -> list[Any]:
                     event, event=numbers.setdefault(("event", event.event), len(numbers))
                 )
             case Transfer() | AwaitWork():
-                event = replace(event, work=numbers.setdefault(("work", event.work), len(numbers)))
+                event = replace(
+                    event, work=numbers.setdefault(("work", event.work), len(numbers))
+                )
             case _:
                 pass
         found.append(event)
@@ -92,7 +94,9 @@ def comparable(events: list[Event]) -> list[Any]:
         one
         for is_free, run in itertools.groupby(runs, key=lambda pair: pair[0])
         for one in (
-            sorted((e for _, e in run), key=lambda e: e.block) if is_free else (e for _, e in run)
+            sorted((e for _, e in run), key=lambda e: e.block)
+            if is_free
+            else (e for _, e in run)
         )
     ]
 
@@ -117,7 +121,9 @@ def test_the_trace_of_a_choice_is_that_of_the_program(name: str) -> None:
     reports = [memory_report(trace, H100) for trace in (made, real)]
     # Of experts, counts of rows (a block of 512 bytes) end earlier where a block keeps everything.
     within = 512 if name == "experts" else 0
-    assert reports[0].peak_active_bytes == pytest.approx(reports[1].peak_active_bytes, abs=within)
+    assert reports[0].peak_active_bytes == pytest.approx(
+        reports[1].peak_active_bytes, abs=within
+    )
     assert reports[0].peak_reserved_bytes == reports[1].peak_reserved_bytes
     if name == "experts":
         return
@@ -180,7 +186,9 @@ def test_no_other_choice_of_a_real_job_is_faster() -> None:
         block.runs = {call: block.runs[call] for call in few}
         block.sizes = {call: block.sizes[call] for call in few}
         block.whole = (10**12, 0.0)
-    subsets: list[Kept] = [frozenset(s) for n in range(4) for s in itertools.combinations(few, n)]
+    subsets: list[Kept] = [
+        frozenset(s) for n in range(4) for s in itertools.combinations(few, n)
+    ]
 
     def simulated(kept: dict[int, Kept]) -> tuple[int, float]:
         made = keep(base, blocks, kept)
@@ -198,7 +206,9 @@ def test_no_other_choice_of_a_real_job_is_faster() -> None:
         chosen = choose(base, blocks, limit - least)
         peak, seconds = results[chosen[0], chosen[1]]
         assert peak <= limit
-        assert seconds == pytest.approx(min(s for p, s in results.values() if p <= limit), rel=1e-9)
+        assert seconds == pytest.approx(
+            min(s for p, s in results.values() if p <= limit), rel=1e-9
+        )
 
 
 def _held(trace: Trace) -> int:
@@ -304,7 +314,9 @@ def test_the_command_writes_the_fastest_overlay_that_fits(
 def test_an_overlay_has_the_numbers_of_its_settings(tmp_path: Path) -> None:
     file = tmp_path / "overlay.toml"
     budget = {"mode": "memory_budget", "op_keep_modules": "[]", "memory_budget": "0.25"}
-    file.write_text(settings_overlay({f"activation_checkpoint.{k}": v for k, v in budget.items()}))
+    file.write_text(
+        settings_overlay({f"activation_checkpoint.{k}": v for k, v in budget.items()})
+    )
     section = load_from_argv([*JOB, str(file)]).activation_checkpoint
     assert (section.mode, section.memory_budget) == ("memory_budget", 0.25)
 

@@ -204,7 +204,9 @@ def test_alone_they_go_through_a_communicator_of_their_two_ranks() -> None:
     """As NCCL's do: what waits for one neighbour does not hold up what goes to the other."""
     config = job(batch=4, layers=8, parallelism={PP: 4, SCHEDULE: "Interleaved1F1B"})
     trace = trace_ranks(config, world_size=4, ranks=[1])[1]
-    pairs = {t.peer: trace.groups[t.group] for t in events_of(trace.step, Transfer) if t.peer >= 0}
+    pairs = {
+        t.peer: trace.groups[t.group] for t in events_of(trace.step, Transfer) if t.peer >= 0
+    }
     # torch 2.11 issues even one message as a batch, which goes through the communicator of all stages.
     whole = torch.__version__.startswith("2.11.")
     expected = dict.fromkeys((0, 2), (0, 1, 2, 3)) if whole else {0: (0, 1), 2: (1, 2)}

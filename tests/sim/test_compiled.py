@@ -29,7 +29,9 @@ from titan.sim.simulate import simulate
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 COMPILE: dict[str, Any] = {"enable": True, "components": ["model"]}
-SPLIT_HEADS = {"overrides": {"n_layers": 2, "n_kv_heads": 4}}  # CPU attention copies grouped heads
+SPLIT_HEADS = {
+    "overrides": {"n_layers": 2, "n_kv_heads": 4}
+}  # CPU attention copies grouped heads
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "keep all": {},
     "by op": {"mode": "selective"},
@@ -65,7 +67,9 @@ def real_saved(config: JobConfig) -> int:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         arguments = [t for arg in args for t in (arg if isinstance(arg, tuple) else (arg,))]
-        inputs.update(t.untyped_storage().data_ptr() for t in arguments if isinstance(t, Tensor))
+        inputs.update(
+            t.untyped_storage().data_ptr() for t in arguments if isinstance(t, Tensor)
+        )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             output = call(*args, **kwargs)
         inputs.update(p.untyped_storage().data_ptr() for p in block.parameters())
@@ -80,7 +84,9 @@ def real_saved(config: JobConfig) -> int:
 def traced_saved(trace: Trace) -> int:
     """The same of a trace, with the block's output."""
     allocations = [e for e in events_of(trace.step, Allocate) if e.category == "activations"]
-    return sum(e.size_bytes for e in allocations if f"{e.scope.module}.".startswith("layers.1."))
+    return sum(
+        e.size_bytes for e in allocations if f"{e.scope.module}.".startswith("layers.1.")
+    )
 
 
 @pytest.mark.parametrize("kind", in_turn(RECOMPUTE, slow=["keep all", "full", "budget"]))
@@ -95,7 +101,8 @@ def test_saves_what_a_real_compiler_saves(kind: str, pool: Pool) -> None:
     config = compiled_job(**sections, training={"mixed_precision_param": "float32"})
     output = 8 * 64 * 64 * 4
     assert (
-        traced_saved(trace_of(config, prepare=on_cpu)) == pool.run(1, real_saved, real)[0] + output
+        traced_saved(trace_of(config, prepare=on_cpu))
+        == pool.run(1, real_saved, real)[0] + output
     )
 
 
@@ -123,7 +130,9 @@ def moved(trace: Trace) -> int:
     launches = [
         e.kernel for e in events_of(trace.step, Launch) if e.scope.module.startswith("layers.")
     ]
-    return sum(k.read_bytes + k.write_bytes for k in launches if k.kind in ("pointwise", "copy"))
+    return sum(
+        k.read_bytes + k.write_bytes for k in launches if k.kind in ("pointwise", "copy")
+    )
 
 
 @pytest.mark.parametrize("kind", in_turn(["keep all", "by op"], slow=["keep all"]))
@@ -203,13 +212,16 @@ def sent(trace: Trace) -> Counter[Any]:
 def test_sends_what_the_eager_program_sends(layout: str) -> None:
     world = 4 if " x " in layout else 2
     eager, compiled = (
-        trace_of(compiled_job(c, parallelism=LAYOUTS[layout]), world=world) for c in (False, True)
+        trace_of(compiled_job(c, parallelism=LAYOUTS[layout]), world=world)
+        for c in (False, True)
     )
     expected = sent(eager)
     # Up to 2.14 the compiler sees that the backward pass gathers k and v again, and keeps them.
     if TORCH < (2, 15) and layout == "CP all-gather":
         batch, length, heads, dim, layers = 8, 64, 2, 16, 4
-        expected["all_gather", ("cp",), "bfloat16"] -= 2 * 2 * batch * length * heads * dim * layers
+        expected["all_gather", ("cp",), "bfloat16"] -= (
+            2 * 2 * batch * length * heads * dim * layers
+        )
     assert sent(compiled) == expected
 
 
@@ -253,7 +265,9 @@ def test_float8_casts_are_fused() -> None:
         quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
     )
     launches = [
-        e for e in events_of(trace_of(config, world=2).step, Launch) if e.kernel.host == "compiled"
+        e
+        for e in events_of(trace_of(config, world=2).step, Launch)
+        if e.kernel.host == "compiled"
     ]
     products = Counter(e.kernel.name for e in launches if e.kernel.kind == "matmul")
     assert set(products) == {"aten::_scaled_mm"}

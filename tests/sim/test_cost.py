@@ -62,7 +62,9 @@ def test_only_a_card_without_neighbours_is_faster() -> None:
     config = load_from_argv(["train_configs/debug_model.toml"])
     h100, kernel = load_profile("h100-sxm"), matmul(16384, 8192, 8192)
     alone, beside = (simulate(config, world_size=n, profile=h100).cost for n in (1, 2))
-    assert beside.kernel_s(kernel) / alone.kernel_s(kernel) == pytest.approx(0.74 / 0.67, rel=0.01)
+    assert beside.kernel_s(kernel) / alone.kernel_s(kernel) == pytest.approx(
+        0.74 / 0.67, rel=0.01
+    )
     rows = grouped(16, 8192, 7168, 7168)  # no cuBLAS kernels
     assert beside.kernel_s(rows) == alone.kernel_s(rows)
     b200 = load_profile("b200")
@@ -113,7 +115,9 @@ def grouped(groups: int, m: int, k: int, n: int) -> Kernel:
 
 def test_groups_take_whole_pairs_of_tiles() -> None:
     """GroupMM.cu on Hopper: pairs of tiles of 128 rows. On an A100 it is a loop of products, which need none."""
-    fast = load_profile("h100-sxm").model_copy(update={"memory_tb_per_s": 1e3})  # arithmetic alone
+    fast = load_profile("h100-sxm").model_copy(
+        update={"memory_tb_per_s": 1e3}
+    )  # arithmetic alone
     seconds = {m: Cost(fast).kernel_s(grouped(64, m, 8192, 2048)) for m in (129, 256, 257, 512)}
     assert seconds[129] == seconds[256] < seconds[257] == seconds[512]
     a100 = Cost(load_profile("a100-80g"))
@@ -218,9 +222,9 @@ def test_attention_without_a_curve_follows_the_tables() -> None:
         few, many = (
             tables(card).attention_tflops(dim, n, 8192) for dim, n in ((64, 64), (128, 256))
         )
-        assert attention_tflops(cost, 64) / attention_tflops(cost, 128, heads=128) == pytest.approx(
-            few / many, rel=0.001
-        )
+        assert attention_tflops(cost, 64) / attention_tflops(
+            cost, 128, heads=128
+        ) == pytest.approx(few / many, rel=0.001)
 
 
 def test_a_causal_mask_costs_short_sequences_more() -> None:
@@ -248,7 +252,9 @@ def latent(length: int, kind: KernelKind, *, name: str = "efficient", dtype: str
 def test_published_latent_attention(length: int, forward_ms: float, backward_ms: float) -> None:
     """cuDNN 9.27 on an H200 (NVIDIA's cudnn-frontend, attention_training/results/dsv3/h200), which torch 2.11 to 2.15 runs there."""
     h200 = Cost(load_profile("h200-sxm"))
-    assert h200.kernel_s(latent(length, "attention")) == pytest.approx(forward_ms / 1e3, rel=0.2)
+    assert h200.kernel_s(latent(length, "attention")) == pytest.approx(
+        forward_ms / 1e3, rel=0.2
+    )
     back = latent(length, "attention_backward")
     assert h200.kernel_s(back) == pytest.approx(backward_ms / 1e3, rel=0.06)
 
@@ -257,7 +263,9 @@ def test_what_flash_attention_2_does_not_take_is_half_as_fast() -> None:
     """xFormers' kernel (xformers issue 1074), for values of another size, and for masks on an A100."""
     flash2, a100 = load_profile("h100-sxm").with_attention("flash2"), load_profile("a100-80g")
     for cost, name in ((Cost(flash2), "efficient"), (Cost(a100), "efficient"), (Cost(a100), "cudnn")):  # fmt: skip
-        ours, as_flash = (cost.kernel_s(latent(8192, "attention", name=n)) for n in (name, "flash"))
+        ours, as_flash = (
+            cost.kernel_s(latent(8192, "attention", name=n)) for n in (name, "flash")
+        )
         assert ours == pytest.approx(2 * as_flash, rel=0.01)
     # In 32 bits the peak decides, whatever the kernel's name.
     names = ("efficient", "flash")
@@ -279,7 +287,9 @@ def test_blocks_of_a_ring_add_up() -> None:
     square = H100.kernel_s(attention(1, 32, 16384, 16384, causal=True))
     causal = H100.kernel_s(attention(1, 32, 8192, 8192, causal=True))
     whole = H100.kernel_s(attention(1, 32, 8192, 8192, causal=False))
-    assert 2 * causal + whole == pytest.approx(square, rel=0.06)  # whole blocks run a little faster
+    assert 2 * causal + whole == pytest.approx(
+        square, rel=0.06
+    )  # whole blocks run a little faster
 
 
 def test_few_heads_leave_the_device_idle() -> None:
@@ -347,7 +357,9 @@ def test_launches() -> None:
     assert H100.kernel_s(many) == pytest.approx(11 * LEAST_S)
 
 
-@pytest.mark.parametrize("name", ["a100-80g", "b200", "cpu", "h100-96g-500w", "h200-sxm", "mi300x"])
+@pytest.mark.parametrize(
+    "name", ["a100-80g", "b200", "cpu", "h100-96g-500w", "h200-sxm", "mi300x"]
+)
 def test_every_profile_prices_every_kind(name: str) -> None:
     cost = Cost(load_profile(name))
     kernels = [
@@ -377,7 +389,9 @@ def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
     counted.write_text(json.dumps({"loads": [counts, counts[::-1]]}), "utf-8")
     assert exponent("--simulator.routing=zipf:0.7") == 0.7
     assert exponent("--simulator.routing=even") == 0.0
-    assert exponent("--simulator.routing=zipf:0.7", "--debug.moe_force_load_balance=true") == 0.0
+    assert (
+        exponent("--simulator.routing=zipf:0.7", "--debug.moe_force_load_balance=true") == 0.0
+    )
     assert exponent(f"--simulator.routing={counted}") == pytest.approx(0.5, rel=0.01)
 
 

@@ -62,7 +62,9 @@ def test_the_place_and_the_way_out_are_named(tmp_path: Path) -> None:
 
 
 def test_the_assumption_of_the_docs_is_simulated(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "simulator.md").read_text().split("## Shapes that depend on data")[1]
+    page = (
+        (ROOT / "docs" / "simulator.md").read_text().split("## Shapes that depend on data")[1]
+    )
     match = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert match
     result = simulate(tmp_path, match[1])

@@ -29,6 +29,8 @@ def test_is_simulated(number: int) -> None:
         with pytest.raises(TraceError, match="cannot split the backward pass of float8 layers"):
             simulate(config, world_size=layout.ranks, profile=profile, processes=1)
         return
-    found = simulate(config, world_size=layout.ranks, profile=profile, processes=1, use_cache=False)
+    found = simulate(
+        config, world_size=layout.ranks, profile=profile, processes=1, use_cache=False
+    )
     assert found.timeline.step_s > 0 and math.isfinite(found.timeline.step_s)
     assert found.fullest.needed_bytes > 0

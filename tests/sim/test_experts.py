@@ -31,7 +31,9 @@ from titan.sim.report.text import page
 from titan.sim.routing import most_imbalance
 from titan.sim.simulate import facts, simulate
 
-EP, TP, CP, PP = (f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline"))
+EP, TP, CP, PP = (
+    f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline")
+)
 
 
 MOE: dict[str, Any] = {"name": "qwen3", "flavor": "tiny_moe"}
@@ -177,7 +179,9 @@ def test_gathering_experts_ahead_saves_waiting() -> None:
         model = {"overrides": {"n_layers": 4, "num_experts": 8, "expert_dim": 2048}}
         config = moe_job(parallelism=settings, model=MOE | model, training=BF16)
         wait_s[prefetch] = (
-            simulate(config, world_size=16, profile=profile).timeline.ranks[0].exposed_s["efsdp"]
+            simulate(config, world_size=16, profile=profile)
+            .timeline.ranks[0]
+            .exposed_s["efsdp"]
         )
     assert wait_s[-1] < wait_s[0] / 2
 
@@ -191,7 +195,9 @@ def test_routing_sets_rows_time_and_memory() -> None:
     assert even.busiest_rank == 1 and 1.2 < factor < 2
     sizes = [
         sorted(
-            e.size_bytes for e in trace.step if isinstance(e, Transfer) and e.kind == "all_to_all"
+            e.size_bytes
+            for e in trace.step
+            if isinstance(e, Transfer) and e.kind == "all_to_all"
         )
         for simulation in (even, uneven)
         for trace in simulation.traces.values()
@@ -207,4 +213,6 @@ def test_routing_sets_rows_time_and_memory() -> None:
     said = facts(uneven)
     assert (said["experts"]["routing"], said["experts"]["imbalance"]) == ("zipf:0.9", factor)
     assert said["comm"]["waiting_s"]["all_to_all"] > 0
-    assert f"assumed: the busiest gets {factor:g} times the mean load of the 4 ranks" in page(said)
+    assert f"assumed: the busiest gets {factor:g} times the mean load of the 4 ranks" in page(
+        said
+    )

@@ -48,9 +48,13 @@ def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["simulation"]["memory"]["peak_reserved_gib"] > 0
     printed = check(capsys, "--hardware", "h100-sxm")
     assert "simulated on h100-sxm" in printed and "\nfits: " in printed
-    assert "in bfloat16, by formula (the simulated value below is used)" in printed  # "auto" there
+    assert (
+        "in bfloat16, by formula (the simulated value below is used)" in printed
+    )  # "auto" there
     printed = check(capsys, "--hardware", "l4")  # of which there is no profile
-    assert "not simulated: the simulator has no profile of l4" in printed and "\nfits: " in printed
+    assert (
+        "not simulated: the simulator has no profile of l4" in printed and "\nfits: " in printed
+    )
 
 
 def test_it_does_not_fit_and_what_would(
@@ -72,7 +76,9 @@ def test_it_does_not_fit_and_what_would(
     assert speeds == sorted(speeds, reverse=True)
     assert all(fix["needed_gib"] <= needed for fix in fixes)
     printed = check(capsys, "--hardware", "h100-sxm", code=1)
-    assert "DOES NOT FIT" in printed and "changes that make it fit, the fastest first:" in printed
+    assert (
+        "DOES NOT FIT" in printed and "changes that make it fit, the fastest first:" in printed
+    )
 
 
 def test_every_smaller_batch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +90,9 @@ def test_every_smaller_batch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     single, _ = candidates(config, layout, load_profile("h100-sxm"))
     sizes = [c["training.local_batch_size"] for c in single if len(c) == 2 and "training.local_batch_size" in c]  # fmt: skip
     assert sizes == ["1", "2", "3", "4", "6", "8", "12"]
-    by_hand = [{"training.local_batch_size": n, "training.global_batch_size": "48"} for n in sizes]
+    by_hand = [
+        {"training.local_batch_size": n, "training.global_batch_size": "48"} for n in sizes
+    ]
     roomy = load_profile("h100-sxm")
     variants = simulate_variants(job, by_hand, world_size=2, profiles=[roomy], processes=2)
     small = roomy.model_copy(update={"memory_gib": variants[1].needed_gib / (1 - MARGIN)})
@@ -137,7 +145,9 @@ def test_uneven_routing_and_what_would_help(
     assert changes["moe.expert_chunk_rows"] == str(8 * 512 * 2 // 4)
     assert {"parallelism.expert_parallel_degree": "2"} in single
     roomy = load_profile("h100-sxm")
-    at = {x: simulate(with_imbalance(config, x), world_size=4, profile=roomy) for x in (1.0, 2.0)}
+    at = {
+        x: simulate(with_imbalance(config, x), world_size=4, profile=roomy) for x in (1.0, 2.0)
+    }
     even, twice = (at[x].fullest.peak_reserved_bytes for x in (1.0, 2.0))
     gib = (even + 0.3 * (twice - even) + at[1.0].fullest.outside_bytes) / 2**30
     small = roomy.model_copy(update={"memory_gib": gib / (1 - MARGIN)})
@@ -150,5 +160,7 @@ def test_uneven_routing_and_what_would_help(
     assert answer["simulation"]["fits"] and 1 <= limit < 2 and answer["imbalance"] == 2.0
     assert [fix["settings"] for fix in answer["fixes"]] == help_
     lines = describe(answer)
-    assert any(f"fits up to {limit:g} times the mean load of the 4 ranks" in line for line in lines)
+    assert any(
+        f"fits up to {limit:g} times the mean load of the 4 ranks" in line for line in lines
+    )
     assert "changes that make it fit at 2 times the mean load, the fastest first:" in lines

@@ -173,7 +173,9 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
     ("model", "parallelism"),
     table(__file__, "tiny_jobs_are_valid_and_small"),
 )
-def test_tiny_jobs_are_valid_and_small(model: dict[str, Any], parallelism: dict[str, Any]) -> None:
+def test_tiny_jobs_are_valid_and_small(
+    model: dict[str, Any], parallelism: dict[str, Any]
+) -> None:
     config = JobConfig.model_validate({"model": model, "parallelism": parallelism})
     small, layout = tiny(config, resolve_layout(config, 64))
     assert resolve_layout(small, layout.world_size) == layout
@@ -240,7 +242,9 @@ def host_us(events: list[Event], host: dict[str, float] = PACE) -> float:
     return (rank.host[-1][1] - rank.host[0][0]) * 1e6
 
 
-def layer(number: int, *, matmuls: int = 3, host: Any = "eager", action: str = "") -> list[Event]:
+def layer(
+    number: int, *, matmuls: int = 3, host: Any = "eager", action: str = ""
+) -> list[Event]:
     """Return a block: FSDP's gather, then kernels, of which one is a transfer of TP."""
     scope = Scope("forward", f"layers.{number}.attention", action)
     work = replace(kernel(1), kind="matmul", host=host)
@@ -271,9 +275,9 @@ def test_compiled_blocks_take_their_hooks_a_call_and_their_launches() -> None:
 
 def test_operations_over_lists_count_each_tensor() -> None:
     update = replace(kernel(1), kind="optimizer", shapes=((1, 30), (40, 40)))
-    assert host_us([Launch(update, 0, Scope("optimizer"))], {"optimizer": 5.0}) == pytest.approx(
-        202
-    )
+    assert host_us(
+        [Launch(update, 0, Scope("optimizer"))], {"optimizer": 5.0}
+    ) == pytest.approx(202)
 
 
 def test_without_a_pace_the_usual_one_counts() -> None:

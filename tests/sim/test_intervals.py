@@ -58,7 +58,9 @@ def test_shares_are_the_step_by_class(simulation: Simulation) -> None:
         return seconds / simulation.timeline.step_s
 
     assert shares["matmuls"] == pytest.approx(share("matmul"), rel=1e-6)
-    assert shares["attention"] == pytest.approx(share("attention", "attention_backward"), rel=1e-6)
+    assert shares["attention"] == pytest.approx(
+        share("attention", "attention_backward"), rel=1e-6
+    )
     # TP 2 stays in a node of 8. The replicas of FSDP 2 x TP 2 on 16 ranks are on two nodes.
     near = rank.exposed_s["tp"] + rank.exposed_s["dp_shard"]
     far = sum(s for axis, s in rank.exposed_s.items() if "dp_replicate" in axis)
@@ -68,10 +70,14 @@ def test_shares_are_the_step_by_class(simulation: Simulation) -> None:
 
 
 def test_classes_of_kernels() -> None:
-    def of(kind: str, host: str = "eager", dtype: str = "bfloat16", module: str = "norm", cp=False):
+    def of(
+        kind: str, host: str = "eager", dtype: str = "bfloat16", module: str = "norm", cp=False
+    ):
         return intervals._class_of((kind, host, dtype, module), is_split=cp)
 
-    assert of("matmul") == "matmuls" and of("matmul", dtype="float8_e4m3fn") == "matmuls in 8 bits"
+    assert (
+        of("matmul") == "matmuls" and of("matmul", dtype="float8_e4m3fn") == "matmuls in 8 bits"
+    )
     assert of("attention_backward") == "attention"
     assert of("attention", cp=True) == "attention across ranks"
     assert of("pointwise") == "eager kernels" and of("copy", "compiled") == "compiled kernels"
@@ -83,7 +89,9 @@ def test_the_example_of_the_module(known: None) -> None:
     mix = {"matmuls": 0.6, "transfers within a node": 0.2}
     low, high, level, reason = intervals.of_speed(5720, mix)
     assert (low, high) == (pytest.approx(5720 * exp(-0.112)), pytest.approx(5720 * exp(0.112)))
-    assert level == 0.9 and reason == "transfers within a node (20% of the step, seen in 12 runs)"
+    assert (
+        level == 0.9 and reason == "transfers within a node (20% of the step, seen in 12 runs)"
+    )
     found = {"tokens_per_s_per_gpu": 5720.4, "interval": {"low": 5388.1, "high": 6013.2}}
     assert speed_range(found) == "5,720 tokens/s/GPU (5,400 to 6,000)"
     found = {"tokens_per_s_per_gpu": 16.2, "interval": {"low": 14.93, "high": 17.61}}
@@ -168,7 +176,9 @@ def test_commands_print_the_interval(
     interval, speed = found["interval"], found["tokens_per_s_per_gpu"]
     assert interval["low"] < speed < interval["high"] and interval["level"] == 0.9
     assert interval["low"] * interval["high"] == pytest.approx(speed**2)
-    assert sum(interval["shares"].values()) == pytest.approx(1) and found["hardware_lacks"] == ""
+    assert (
+        sum(interval["shares"].values()) == pytest.approx(1) and found["hardware_lacks"] == ""
+    )
     large = [
         "--model.overrides={dim = 4096, n_layers = 2}",
         "--training.seq_len=8192",

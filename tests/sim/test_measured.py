@@ -37,7 +37,9 @@ def write_run(folder: Path, *, kind: str = "device", with_trace: bool = True) ->
             "memory_kind": kind,
         }
         # The first half compiles and warms up.
-        for n, (s, gib) in enumerate([(9.0, 9.0), (5.0, 9.0), (0.2, 3.0), (0.1, 4.0), (0.3, 2.0)])
+        for n, (s, gib) in enumerate(
+            [(9.0, 9.0), (5.0, 9.0), (0.2, 3.0), (0.1, 4.0), (0.3, 2.0)]
+        )
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not with_trace:
@@ -101,7 +103,8 @@ def test_time_by_kind_and_memory(
     assert sum(predicted.values()) == pytest.approx(facts["step_time_s"])
     assert predicted["communication_exposed"] == pytest.approx(second["exposed_s"])
     computed = sum(
-        predicted[part] for part in ("matmul", "attention", "elementwise", "copies", "optimizer")
+        predicted[part]
+        for part in ("matmul", "attention", "elementwise", "copies", "optimizer")
     )
     # What is waited for on other streams are copies, too. Of these the mean over stages is known.
     waited = computed - second["compute_s"]
@@ -116,7 +119,9 @@ def test_time_by_kind_and_memory(
         first["peak_active_gib"],
     )
     assert (reserved["measured"], active["measured"]) == (4.0, 3.0)
-    [line] = [x for x in capsys.readouterr().out.splitlines() if x.startswith("  matrix products")]
+    [line] = [
+        x for x in capsys.readouterr().out.splitlines() if x.startswith("  matrix products")
+    ]
     assert line.split()[-3:-1] == ["0.0", "ms"]
     change = predicted["matmul"] / 40e-6 - 1
     assert line.endswith(f"{change:+.1%}")

@@ -15,7 +15,9 @@ MIB = 2**20
 
 def profile(memory_gib: float = 10.0, **figures: float) -> Profile:
     bare: dict[str, float] = {"context_gib": 0.0, "workspace_mib": 0, "communicator_gib": 0.0}
-    return load_profile("h100-sxm").model_copy(update={**bare, "memory_gib": memory_gib, **figures})
+    return load_profile("h100-sxm").model_copy(
+        update={**bare, "memory_gib": memory_gib, **figures}
+    )
 
 
 def get(block: int, mib: int, category: Category, module: str = "") -> Allocate:
@@ -102,7 +104,9 @@ def test_constants_of_the_machine() -> None:
     ]
     figures = {"context_gib": 0.5, "workspace_mib": 32, "communicator_gib": 0.25}
     report = memory_report(trace, profile(**figures))
-    assert report.outside_bytes == 768 * MIB  # one communicator that is used, of more than one rank
+    assert (
+        report.outside_bytes == 768 * MIB
+    )  # one communicator that is used, of more than one rank
     assert report.peak_active_bytes == 532 * MIB
     assert report.by_category["temporary"] == 32 * MIB
     assert report.by_module["cuBLAS workspace"] == 32 * MIB
@@ -118,7 +122,9 @@ def test_verdict(memory_mib: int, runs: bool, fits: bool) -> None:
     assert (report.runs, report.fits) == (runs, fits)
     assert report.usable_bytes == int(memory_mib * 0.9 * MIB) and MARGIN == 0.1
     if not runs:
-        assert report.failure.startswith("out of memory in forward of layers.1: 0.10 GiB more than")
+        assert report.failure.startswith(
+            "out of memory in forward of layers.1: 0.10 GiB more than"
+        )
         assert report.peak_active_bytes == 500 * MIB  # what it would take
 
 

@@ -72,7 +72,9 @@ def test_a_profile_may_state_another_level_than_its_tables() -> None:
     slow = H100.model_copy(update={"ring_gb_per_s": H100.ring_gb_per_s / 2})
     for size in (MIB, 1 << 30):
         gather = transfer_of("all_gather", size)
-        table, stated = (price_transfer(gather, group(range(8)), p, rank=0) for p in (H100, slow))
+        table, stated = (
+            price_transfer(gather, group(range(8)), p, rank=0) for p in (H100, slow)
+        )
         assert stated.volume_s == pytest.approx(2 * table.volume_s)
         assert stated.latency_s == table.latency_s
 
@@ -87,7 +89,9 @@ def test_a_block_may_be_far_away() -> None:
         assert far_s - near_s == pytest.approx(times * 0.03)
     for tensor in (transfer_of("send", MIB, peer=16), transfer_of("all_to_all", MIB)):
         both = Group("g", (), (0, 16))
-        assert transfer_s(tensor, both, far) - transfer_s(tensor, both, H100) == pytest.approx(0.03)
+        assert transfer_s(tensor, both, far) - transfer_s(tensor, both, H100) == pytest.approx(
+            0.03
+        )
 
 
 def test_placement_decides_which_links() -> None:
@@ -195,7 +199,9 @@ def test_rails_meet_above_their_block() -> None:
     """Cards of one place share a switch; to another place within the block the way leads out."""
     rails = narrow(oversubscription=2.0, rails=True)
     along, beside = (transfer_of("send", 1 << 30, peer=peer) for peer in (8, 9))
-    prices = [price_transfer(s, group(range(32)), rails, rank=0).volume_s for s in (along, beside)]
+    prices = [
+        price_transfer(s, group(range(32)), rails, rank=0).volume_s for s in (along, beside)
+    ]
     assert prices[1] == pytest.approx(2 * prices[0])
 
 

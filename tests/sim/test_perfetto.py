@@ -30,7 +30,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, str], d
     out = folder.parent / "facts.json"
     parallel = ["--parallelism.pipeline_parallel_degree=2", "--training.enable_cpu_offload"]
     assert main(["sim", *JOB, *parallel, *options, f"--json={out}"]) == 0
-    texts = {int(re.findall(r"\d+", file.name)[0]): file.read_text() for file in folder.iterdir()}
+    texts = {
+        int(re.findall(r"\d+", file.name)[0]): file.read_text() for file in folder.iterdir()
+    }
     assert {*texts} == {0, 2}
     return texts, json.loads(out.read_text())
 
@@ -67,7 +69,9 @@ def test_kernels_and_their_launches(written: tuple[dict[int, str], dict[str, Any
         assert {r["cat"] for r in device} == {"kernel", "gpu_memcpy"}
         assert {r["name"] for r in launches.values()} == {"cudaLaunchKernel"}
         # Each kernel has one launch, and each launch one kernel, which does not begin before it.
-        assert {*launches} == {r["correlation"] for r in device} and len(launches) == len(device)
+        assert {*launches} == {r["correlation"] for r in device} and len(launches) == len(
+            device
+        )
         assert all(launches[r["correlation"]]["ts"] <= r["ts"] for r in device)
         # The operation that launches it lies around the launch and has the same external id.
         operations = {r["External id"]: r for r in table if r["cat"] == "cpu_op"}
@@ -90,7 +94,9 @@ def test_kinds_of_kernels(written: tuple[dict[int, str], dict[str, Any]]) -> Non
     texts, facts = written
     for rank, text in texts.items():
         device = [r for r in rows(text) if r["stream"] >= 0]
-        names = {re.sub(r"\(.*", "", r["name"]) for r in device if COMMUNICATION.match(r["name"])}
+        names = {
+            re.sub(r"\(.*", "", r["name"]) for r in device if COMMUNICATION.match(r["name"])
+        }
         expected = {"AllGather", "ReduceScatter", "AllReduce", "SendRecv"}
         assert names == {f"ncclDevKernel_{kind}" for kind in expected}
         copies = [r for r in device if MEMORY.match(r["name"])]
@@ -99,7 +105,9 @@ def test_kinds_of_kernels(written: tuple[dict[int, str], dict[str, Any]]) -> Non
         own = [r for r in device if r["stream"] == 7 and not COMMUNICATION.match(r["name"])]
         own_us = sum(r["dur"] for r in own)
         [compute_s] = [r["compute_s"] for r in facts["per_rank"] if r["rank"] == rank]
-        assert own_us == pytest.approx(compute_s * 1e6, abs=1e-3 * len(own))  # written to the ns
+        assert own_us == pytest.approx(
+            compute_s * 1e6, abs=1e-3 * len(own)
+        )  # written to the ns
 
 
 def test_arrows_lead_from_launches_to_kernels(
@@ -110,10 +118,14 @@ def test_arrows_lead_from_launches_to_kernels(
     ends = {e["id"]: (e["tid"], e["ts"]) for e in events if e["ph"] == "f"}
     spans = [e for e in events if e["ph"] == "X" and "correlation" in e["args"]]
     launches = {
-        e["args"]["correlation"]: (e["tid"], e["ts"]) for e in spans if e["cat"] == "cuda_runtime"
+        e["args"]["correlation"]: (e["tid"], e["ts"])
+        for e in spans
+        if e["cat"] == "cuda_runtime"
     }
     kernels = {
-        e["args"]["correlation"]: (e["tid"], e["ts"]) for e in spans if e["cat"] != "cuda_runtime"
+        e["args"]["correlation"]: (e["tid"], e["ts"])
+        for e in spans
+        if e["cat"] != "cuda_runtime"
     }
     assert begins == launches and ends == kernels and begins
 

@@ -30,7 +30,9 @@ FILE = Path("train_configs/llama3_8b.toml")
 def search(*overrides: str, job: Path = FILE, world_size: int = 64) -> LayoutSearch:
     # Compiled blocks rule out schedules that split the backward pass.
     argv = [str(job), "--compile.enable=false", *overrides]
-    return LayoutSearch(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=world_size)
+    return LayoutSearch(
+        argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=world_size
+    )
 
 
 def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
@@ -78,7 +80,9 @@ def test_the_formula_by_hand() -> None:
     compute = flops / (0.67 * 989e12)
     volume = model.num_params * 63 / 64 * 8
     # Eight network cards of a node, of which a ring uses all.
-    assert finder.seconds(plain) == pytest.approx(compute + max(0, volume / 360e9 - 0.7 * compute))
+    assert finder.seconds(plain) == pytest.approx(
+        compute + max(0, volume / 360e9 - 0.7 * compute)
+    )
     assert finder.seconds(replace(plain, recompute="full")) > finder.seconds(plain)
     few = replace(plain, shard=16, pp=4, batch=16, microbatch=4)
     many = replace(few, microbatch=1)
@@ -116,7 +120,9 @@ def test_the_first_are_of_every_kind_and_neighbours_differ_in_one_setting() -> N
 
 def test_zero_2_gathers_once_and_schedules_idle_as_theirs_do() -> None:
     # Sequences so short that computation hides little.
-    finder = search("--training.global_batch_size=256", "--training.seq_len=512", world_size=256)
+    finder = search(
+        "--training.global_batch_size=256", "--training.seq_len=512", world_size=256
+    )
     three = Point(replicate=1, shard=256, tp=1, cp=1, pp=1, batch=1)
     two = replace(three, zero=2)
     model = finder.model
@@ -143,7 +149,9 @@ def test_settings_name_every_choice() -> None:
     assert settings["activation_checkpoint.mode"] == "selective"
     assert settings["activation_checkpoint.selective_ac_option"] == "2"
     assert (
-        settings["compile.enable"] == settings["parallelism.enable_async_tensor_parallel"] == "true"
+        settings["compile.enable"]
+        == settings["parallelism.enable_async_tensor_parallel"]
+        == "true"
     )
     finder = search("--training.global_batch_size=64", "--compile.enable=false", world_size=32)
     # A backward pass in two parts cannot be compiled, and blocks that keep some results cannot be cut.
@@ -176,7 +184,9 @@ def test_too_big_is_left_out() -> None:
 def test_overlays_make_the_ranked_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LayoutSearch, "single_changes", lambda *_: [])  # which have a test below
+    monkeypatch.setattr(
+        LayoutSearch, "single_changes", lambda *_: []
+    )  # which have a test below
     command = [
         "plan",
         *JOB,
@@ -205,11 +215,15 @@ def test_overlays_make_the_ranked_jobs(
     shown = sorted((v for v in variants if v["row"]), key=lambda v: v["row"])
     assert [v["row"] for v in shown] == [1, 2] and shown[0] == variants[0]
     for file, variant in zip(files, shown, strict=True):
-        config = load_config(JOB[0], overlays=[file], overrides=[a.lstrip("-") for a in JOB[1:]])
+        config = load_config(
+            JOB[0], overlays=[file], overrides=[a.lstrip("-") for a in JOB[1:]]
+        )
         layout = check_to_run(config, world_size=4)
         assert str(layout) == variant["facts"]["layout"]
         assert config.training.local_batch_size * layout.dp * layout.accumulation == 16
-        assert f"{variant['facts']['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU" in file.read_text()
+        assert (
+            f"{variant['facts']['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU" in file.read_text()
+        )
 
 
 def test_what_is_tight_comes_last_and_is_marked(
@@ -271,7 +285,9 @@ def test_nothing_that_anybody_would_try_first_is_faster(
     ("arguments", "message"),
     table(__file__, "mistakes"),
 )
-def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["plan", *JOB, "--world-size=4", "--hardware=h100-sxm"]
     assert main([*command, *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -56,7 +56,9 @@ def test_no_other_choice_is_faster(variants: list[Variant]) -> None:
     for limit in (gib[0] - 0.01, *gib):
         asked: list[str] = []
 
-        def simulate_all(wanted: list[dict[str, str]], asked: list[str] = asked) -> list[Variant]:
+        def simulate_all(
+            wanted: list[dict[str, str]], asked: list[str] = asked
+        ) -> list[Variant]:
             asked += map(str, wanted)
             return [known[str(one)] for one in wanted]
 

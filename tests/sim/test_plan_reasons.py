@@ -58,10 +58,14 @@ def test_bytes_of_a_card_between_stages_and_of_deepep() -> None:
     # One of 16 experts for each token: half of them are on the other node, as without DeepEP.
     experts = Group("g", ("ep",), tuple(range(16)))
     for dispatch in (None, Dispatch(16, 1)):
-        found = card_bytes(transfer("all_to_all", 160), experts, H100, dispatch=dispatch, rank=0)
+        found = card_bytes(
+            transfer("all_to_all", 160), experts, H100, dispatch=dispatch, rank=0
+        )
         assert found == pytest.approx(80)
     # With two experts for each token, a node gets a single copy: 1 - C(8, 2) / C(16, 2) of them, over two.
-    found = card_bytes(transfer("all_to_all", 160), experts, H100, dispatch=Dispatch(16, 2), rank=0)
+    found = card_bytes(
+        transfer("all_to_all", 160), experts, H100, dispatch=Dispatch(16, 2), rank=0
+    )
     assert found == pytest.approx(160 / 2 * (1 - 28 / 120))
 
 

@@ -56,7 +56,9 @@ class StoredSearch(LayoutSearch):
             "fits": row["fits"],
             "tight": row["tight"],
         }
-        return Variant(settings, "stored", facts | {"memory": {"needed_gib": row["needed_gib"]}})
+        return Variant(
+            settings, "stored", facts | {"memory": {"needed_gib": row["needed_gib"]}}
+        )
 
 
 @pytest.mark.parametrize("name", SPACES)

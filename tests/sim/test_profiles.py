@@ -32,7 +32,9 @@ def test_each_figure_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in profile_names() if name != "cpu"])
 def test_peaks_are_those_of_mfu(name: str) -> None:
     profile, row = load_profile(name), by_name(name)
-    assert {d: t * 1e12 for d, t in profile.peak_tflops.items()} == pytest.approx(row.peak_flops)
+    assert {d: t * 1e12 for d, t in profile.peak_tflops.items()} == pytest.approx(
+        row.peak_flops
+    )
     assert profile.memory_tb_per_s * 1e12 == pytest.approx(row.memory_bandwidth)
     assert profile.memory_gib == row.memory_gib
     assert profile.sources["peak_tflops"] == row.source

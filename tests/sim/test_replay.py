@@ -148,7 +148,9 @@ def test_deadlock_names_what_each_rank_waits_for() -> None:
         "the step cannot end: rank 0 waits for a receive from rank 8 in group pp (0F0); "
         "rank 8 waits for a receive from rank 0 in group pp (1F0)"
     )
-    with pytest.raises(ReplayError, match=r"a receive from rank 8 .* of which there is no trace"):
+    with pytest.raises(
+        ReplayError, match=r"a receive from rank 8 .* of which there is no trace"
+    ):
         replay({0: receiving(0)}, FixedCost())
 
 
@@ -156,7 +158,9 @@ def test_deadlock_names_what_each_rank_waits_for() -> None:
 
 
 def test_transfer_hides_behind_compute() -> None:
-    timeline = play([transfer(100, group="dp", work=1), launch(80), AwaitWork(0, 1), launch(20)])
+    timeline = play(
+        [transfer(100, group="dp", work=1), launch(80), AwaitWork(0, 1), launch(20)]
+    )
     assert us(timeline.step_s) == 120
     rank = timeline.ranks[0]
     assert us(rank.compute_s) == 100

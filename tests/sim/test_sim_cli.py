@@ -73,7 +73,9 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     tokens = facts["tokens_per_s_per_gpu"] * 4 * facts["step_time_s"]
     assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]
     assert facts["mfu"] == pytest.approx(facts["tflops_per_gpu"] / 989)
-    assert facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
+    assert (
+        facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
+    )
     assert "\n  assumed   700 W, 80 GB of HBM3, attention in cudnn (with flash2 " in printed
     [(kin, speed)] = facts["hardware_kin"].items()
     assert kin == "h100-96g-500w" and f"if it is {kin}: {speed:,.0f} tokens/s/GPU" in printed
@@ -86,12 +88,20 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert facts["wall_s"] > 0
     time, comm = facts["time"], facts["comm"]
     parts = (
-        time["compute_s"] + time["copies_s"] + time["host_s"] + time["peers_s"] + comm["exposed_s"]
+        time["compute_s"]
+        + time["copies_s"]
+        + time["host_s"]
+        + time["peers_s"]
+        + comm["exposed_s"]
     )
     assert parts == pytest.approx(facts["step_time_s"])
     assert sum(time["by_module_s"].values()) == pytest.approx(time["compute_s"])
-    assert "  compute by module\n" in printed and "layers.*.feed_forward.w1" in time["by_module_s"]
-    assert comm["exposed_s"] == pytest.approx(sum(a["exposed_s"] for a in comm["by_axis"].values()))
+    assert (
+        "  compute by module\n" in printed and "layers.*.feed_forward.w1" in time["by_module_s"]
+    )
+    assert comm["exposed_s"] == pytest.approx(
+        sum(a["exposed_s"] for a in comm["by_axis"].values())
+    )
     assert comm["by_axis"]["dp_shard"]["bytes"] > 0 < comm["by_axis"]["pp"]["count"]
 
     events = json.loads(files["trace"].read_text())["traceEvents"]
@@ -110,7 +120,9 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "ncclDevKernel_AllGather(dp_shard layers.1)" in {e["name"] for e in events}
     # The counter misses only the cuBLAS workspace and the rounding of blocks.
     for rank in (0, 2):
-        counted = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank]
+        counted = [
+            sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank
+        ]
         [peak] = [r["peak_active_gib"] for r in facts["per_rank"] if r["rank"] == rank]
         assert 0 <= peak - 1 / 32 - max(counted) < 0.01 * peak
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -173,7 +185,9 @@ def test_a_sweep_goes_on_where_hardware_lacks_float8(
     several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
     assert sim(*converted, *several) == 0
     printed = capsys.readouterr().out
-    assert "2 variants: 1 fit" in printed and "1 cannot run: a100-80g does not multiply" in printed
+    assert (
+        "2 variants: 1 fit" in printed and "1 cannot run: a100-80g does not multiply" in printed
+    )
 
 
 def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +366,9 @@ def test_fp32_on_an_accelerator_is_warned_of_and_its_mfu_marked(
         facts = results[hardware, precision] = json.loads(printed.out)
         is_slow = precision == "float32"
         assert ("leaves an accelerator's tensor cores idle" in printed.err) == is_slow
-        assert ("MFU of float32's peak" in report.page(facts)) == (facts["mfu_dtype"] == "float32")
+        assert ("MFU of float32's peak" in report.page(facts)) == (
+            facts["mfu_dtype"] == "float32"
+        )
         assert "the formula of `titan check` says" in report.page(facts)
     slow, fast, _ = results.values()
     assert [one["mfu_dtype"] for one in results.values()] == ["float32", "bfloat16", "float32"]
@@ -395,7 +411,10 @@ def test_the_exit_code_says_whether_it_fits(
             f'name = "mine"\nbase = "h100-sxm"\nmemory_gib = {needed * room}\n'
             '[sources]\nmemory_gib = "this test"\n'
         )
-        assert sim("--world-size=1", "--training.local_batch_size=64", f"--hardware={file}") == code
+        assert (
+            sim("--world-size=1", "--training.local_batch_size=64", f"--hardware={file}")
+            == code
+        )
         page = capsys.readouterr().out
         assert f"  memory    {verdict}" in page and ("10%" in page) == (code == 0)
 
@@ -418,7 +437,9 @@ def test_the_front_holds_what_nothing_beats() -> None:
     ("arguments", "printed"),
     table(__file__, "mistakes"),
 )
-def test_mistakes(arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sim("--world-size=2", *ON, *arguments) == 2
     assert printed in capsys.readouterr().err
 

@@ -104,15 +104,15 @@ def test_a_phase_that_does_not_fit_is_the_verdict(
     path.write_text(JOB.replace("seq_len = 2048\nlocal_batch_size = 1", large))
     assert main(["sim", str(path), *WHERE, "--loss.chunk_tokens=0"]) == 1
     page = capsys.readouterr().out
-    assert page.count("DOES NOT FIT") == 1 and "fits: " in page  # the page is of the first phase
+    assert (
+        page.count("DOES NOT FIT") == 1 and "fits: " in page
+    )  # the page is of the first phase
 
 
 def test_a_change_of_layout_is_priced(jobs: tuple[str, str], tmp_path: Path) -> None:
     """The phase costs what a job of its layout costs, and the border a save that training waits for and a restart."""
     file, job = tmp_path / "facts.json", tmp_path / "job.toml"
-    long = (
-        "[[phase]]\nfrom_step = 501\nseq_len = 2048\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
-    )
+    long = "[[phase]]\nfrom_step = 501\nseq_len = 2048\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
     job.write_text(Path(jobs[1]).read_text() + f"{long}context_parallel_degree = 2\n")
     times = ["--simulator.run.restart_seconds=600", "--run", "--json", str(file)]
     assert main(["sim", str(job), *WHERE, *times]) == 0

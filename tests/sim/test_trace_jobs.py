@@ -185,7 +185,9 @@ def test_pipeline_actions() -> None:
         < actions[actions.index("1I0")]
         < actions[actions.index("1W0")]
     )
-    expected = {f"{stage}{kind}{chunk}" for stage in (1, 3) for kind in "FIW" for chunk in range(4)}
+    expected = {
+        f"{stage}{kind}{chunk}" for stage in (1, 3) for kind in "FIW" for chunk in range(4)
+    }
     assert expected == {a for a in actions if a}
     peers = {(e.kind, e.peer) for e in events_of(trace.step, Transfer) if e.peer >= 0}
     assert peers == {("send", 0), ("recv", 0)}
@@ -216,11 +218,15 @@ def test_gradients_that_microbatches_add_up_are_no_activations() -> None:
     config = job(batch=4, training=BF16, parallelism=pipeline)
     trace = trace_ranks(config, world_size=4, ranks=[2])[2]
     allocations = events_of(trace.step, Allocate)
-    assert not any(e.category == "activations" and e.scope.phase == "backward" for e in allocations)
+    assert not any(
+        e.category == "activations" and e.scope.phase == "backward" for e in allocations
+    )
     parameters = sum(
         e.size_bytes for e in events_of(trace.setup, Allocate) if e.category == "parameters"
     )
-    whole = [e for e in allocations if e.category == "gradients" and e.scope.phase == "backward"]
+    whole = [
+        e for e in allocations if e.category == "gradients" and e.scope.phase == "backward"
+    ]
     assert sum(e.size_bytes for e in whole) >= 2 * parameters  # sharded over two ranks
 
 
@@ -255,7 +261,9 @@ def test_attention_that_selective_checkpointing_keeps_does_not_run_again(method:
         for e in events_of(trace_of(config, world=2).step, Launch)
         if e.kernel.kind.startswith("attention")
     )
-    blocks = 1 if method == "ulysses" else 2  # each layer's own part of the sequence, the other's
+    blocks = (
+        1 if method == "ulysses" else 2
+    )  # each layer's own part of the sequence, the other's
     assert phases == {"forward": 4 * blocks, "backward": 4 * blocks}
 
 
@@ -355,7 +363,9 @@ modules = ("torch.distributed.pipelining", "torch._inductor.graph", "torch._func
 print([name for name in modules if name in sys.modules], flush=True)
 import os; os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]", done.stdout
 
 
@@ -408,7 +418,9 @@ def test_windows_cost_as_many_keys() -> None:
     context = {"context_parallel_degree": 2, "context_parallel_rotate_method": "allgather"}
     masked = {"document_mask": True, "add_eos": True}
 
-    def kernels(world_size: int = 1, precision: str = "bfloat16", **sections: Any) -> list[Kernel]:
+    def kernels(
+        world_size: int = 1, precision: str = "bfloat16", **sections: Any
+    ) -> list[Kernel]:
         model = {
             "name": "gpt_oss",
             "flavor": "tiny",

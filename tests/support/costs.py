@@ -94,7 +94,9 @@ def report(
         name, _, _ = test.partition("::")
         files[name] = files.get(name, 0.0) + seconds
         before[name] = before.get(name, 0.0) + cost_of(test, known)
-    lines = [f"CPU seconds: {sum(spent.values()):.0f}, of which in (tests/costs.toml in brackets)"]
+    lines = [
+        f"CPU seconds: {sum(spent.values()):.0f}, of which in (tests/costs.toml in brackets)"
+    ]
     for name, seconds in sorted(files.items(), key=lambda pair: -pair[1])[:FILES]:
         lines.append(f"{seconds:7.1f} ({before[name]:.1f}) {name}")
     for name, seconds in files.items():
@@ -104,7 +106,9 @@ def report(
             )
     for test, seconds in spent.items():
         if seconds > DEAR and not test.startswith(tuple(reasons)):
-            lines.append(f"{seconds:.1f} CPU seconds, and no reason in tests/lanes.toml: {test}")
+            lines.append(
+                f"{seconds:.1f} CPU seconds, and no reason in tests/lanes.toml: {test}"
+            )
     return lines
 
 

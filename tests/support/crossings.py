@@ -78,7 +78,9 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "further targets": {"MTP": {"overrides": MTP, "settings": ENDS, "blocks": 6}},
     "accumulation": {"accumulation": {"accumulation": 2}},
     "optimizer": {"Muon": {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}},
-    "frozen": {"frozen": {"freeze": ("layers.*.attention_norm.*", "layers.*.attention.wv.weight")}},
+    "frozen": {
+        "frozen": {"freeze": ("layers.*.attention_norm.*", "layers.*.attention.wv.weight")}
+    },
     "weights": {"weights on the host": {"offload": True}},
     "activations": {"activations on the host": {"keep_in": "host"}},
 }

@@ -74,7 +74,9 @@ class Case:
         return self.settings.get(key, default)
 
     def config(self) -> JobConfig:
-        sections: dict[str, dict[str, Any]] = {"model": {"flavor": "tiny", "overrides": self.model}}
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"flavor": "tiny", "overrides": self.model}
+        }
         for key, value in self.settings.items():
             section, _, name = key.partition(".")
             sections.setdefault(section, {})[name] = value
@@ -145,7 +147,9 @@ def _draw_methods(
 ) -> None:
     if DEGREES["cp"] in settings:
         settings[ROTATE] = pick("allgather", "ring", "alltoall", "ulysses")
-        settings[BALANCER] = pick("headtail", "headtail", "none") if not seldom(0.05) else "ptrr"
+        settings[BALANCER] = (
+            pick("headtail", "headtail", "none") if not seldom(0.05) else "ptrr"
+        )
         settings["data.document_mask"] = seldom(0.25)
     if PP in settings:
         settings[SCHEDULE] = pick(*SCHEDULES)

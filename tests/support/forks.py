@@ -106,7 +106,9 @@ def _run(session: pytest.Session, pipe: Any) -> None:
     """Run files of tests until none is left, in a fork, and end it."""
     die_with_parent()
     config: Any = session.config
-    reporter, capture = map(config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
+    reporter, capture = map(
+        config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager")
+    )
     reporter._tw._file = io.StringIO()
     config._tmp_path_factory._basetemp = config._tmp_path_factory.mktemp("fork")
     # What tests print goes to a separate file.

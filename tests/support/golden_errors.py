@@ -108,7 +108,9 @@ def _layouts() -> dict[str, list[str]]:
     """Return the keys by the number of a drawn layout, of those that are refused."""
     source = random.Random(0)
     cases = [draw(source) for _ in range(NUM_LAYOUTS)]
-    keys = {str(n): [problem.key for problem in case.problems()] for n, case in enumerate(cases)}
+    keys = {
+        str(n): [problem.key for problem in case.problems()] for n, case in enumerate(cases)
+    }
     return {number: refused for number, refused in keys.items() if refused}
 
 

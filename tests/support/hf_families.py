@@ -449,7 +449,9 @@ def compare(found: dict[str, Any], true: dict[str, Any]) -> dict[str, float]:
         scale = max(t.norm().item() / t.numel() ** 0.5 for t in true[what].values())
         for name, tensor in found[what].items():
             if name not in true[what]:
-                differences[f"{what}: {name} is not in the reference"] = float(tensor.norm() > 0)
+                differences[f"{what}: {name} is not in the reference"] = float(
+                    tensor.norm() > 0
+                )
                 continue
             other = true[what][name]
             size = max(other.norm().item(), 1e-3 * scale * other.numel() ** 0.5)

@@ -63,7 +63,9 @@ SMALL: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "moe_layer_start_index": 1,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
-    **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0),
+    **dict.fromkeys(
+        ("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0
+    ),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     **dict.fromkeys(("activation_dropout", "dropout", "layerdrop", "attn_dropout"), 0.0),
 }
@@ -119,7 +121,9 @@ VARIED: dict[str, tuple[Any, ...]] = {
     "mamba_n_groups": (1, 2, 4),
     "num_kv_shared_layers": (0, 1, 2),
     # Experts
-    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), (0, 2)),
+    **dict.fromkeys(
+        ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), (0, 2)
+    ),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval"), (1, 2)),
     "mlp_only_layers": ([], [1]),
     # What is on or off
@@ -238,7 +242,9 @@ def _same_for_all(architecture: str) -> dict[str, Any]:
             continue  # turned off, or derived
         fields[key] = value
     if getattr(config, "qk_nope_head_dim", None) and getattr(config, "head_dim", None):
-        fields["head_dim"] = 8 if config.head_dim == config.qk_rope_head_dim else fields["head_dim"]
+        fields["head_dim"] = (
+            8 if config.head_dim == config.qk_rope_head_dim else fields["head_dim"]
+        )
     if (
         config.num_key_value_heads == config.num_attention_heads
         if hasattr(config, "num_key_value_heads")

@@ -23,8 +23,12 @@ def why_not() -> str:
         return "network namespaces need Linux and root"
     if not (which("ip") and which("unshare")):
         return "network namespaces need ip and unshare (apt: iproute2, util-linux)"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True)
-    return "" if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
+    probe = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True
+    )
+    return (
+        "" if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
+    )
 
 
 def run(*command: str) -> str:

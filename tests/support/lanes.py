@@ -165,7 +165,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     name = collection_path.relative_to(config.rootpath).as_posix()
     lanes = read_table()["lanes"]
-    return not any(row.startswith(name) for row, lane in lanes.items() if lane == "quick") or None
+    return (
+        not any(row.startswith(name) for row, lane in lanes.items() if lane == "quick") or None
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -81,7 +81,9 @@ def step_by_step(
             state = state * (gate[..., None] if gate.ndim == 3 else gate[..., None, None])
         new = v[:, :, t]
         if betas is not None:
-            new = betas[:, :, t, None] * (new - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t]))
+            new = betas[:, :, t, None] * (
+                new - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t])
+            )
         state = state + k[:, :, t, :, None] * new[:, :, None]
         outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]) * factor)
     return torch.stack(outs, dim=2), state

@@ -61,7 +61,9 @@ def rows() -> dict[str, list[Layout]]:
         for layout in test_windows.LAYOUTS
     ]
     # Rows that name no model take that of their module.
-    stacked = [replace(x, compiled="yes", recompute="selective") for x in test_composition.LAYOUTS]
+    stacked = [
+        replace(x, compiled="yes", recompute="selective") for x in test_composition.LAYOUTS
+    ]
     in_8_bits = [replace(x, float8="yes") for x in test_composition.LAYOUTS]
     flux = [
         *test_flux.LAYOUTS,
@@ -96,7 +98,9 @@ def table() -> str:
 
 def renewed(page: str) -> str:
     """Return the page with today's table in place of the one that begins with "| family | rows"."""
-    return re.sub(r"\| family \| rows .*?(?=\n\n)", lambda _: table(), page, count=1, flags=re.S)
+    return re.sub(
+        r"\| family \| rows .*?(?=\n\n)", lambda _: table(), page, count=1, flags=re.S
+    )
 
 
 if __name__ == "__main__":

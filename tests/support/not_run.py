@@ -26,7 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
         marked = (why for marker, why in MARKERS.items() if item.get_closest_marker(marker))
-        why = item.stash.get(LEFT_OUT, None) or next(marked, "not selected by this command line")
+        why = item.stash.get(LEFT_OUT, None) or next(
+            marked, "not selected by this command line"
+        )
         item.config.stash[DESELECTED][why] += 1
 
 

@@ -67,7 +67,9 @@ def pages() -> dict[str, str]:
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
     files += ROOT.glob("titan/**/*.md")
     files += [ROOT / folder / "README.md" for folder in ("models", "tests")]
-    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in sorted(files)}
+    return {
+        str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in sorted(files)
+    }
 
 
 PRESENT = [page for page in pages() if page not in HISTORY]
@@ -75,7 +77,9 @@ PRESENT = [page for page in pages() if page not in HISTORY]
 
 def blocks(page: str, *languages: str) -> list[Block]:
     """Return the fenced blocks of a page in these languages, in order; without any, all blocks."""
-    found = re.finditer(r"^```(\w*)[^`\n]*\n(.*?)^```$", pages()[page], re.MULTILINE | re.DOTALL)
+    found = re.finditer(
+        r"^```(\w*)[^`\n]*\n(.*?)^```$", pages()[page], re.MULTILINE | re.DOTALL
+    )
     every = [
         Block(page, pages()[page].count("\n", 0, match.start()) + 2, match[1], match[2])
         for match in found
@@ -264,7 +268,9 @@ def _check_launch(words: list[str], *, whole: bool) -> None:
 
 
 def _check_main(command: str | Callable[..., Any], words: list[str], *, whole: bool) -> None:
-    name = {"titan.train": "titan.cli"}.get(command, command) if isinstance(command, str) else ""
+    name = (
+        {"titan.train": "titan.cli"}.get(command, command) if isinstance(command, str) else ""
+    )
     if name == "titan.ops.preflight":
         name = "titan.ops.preflight.cli"
     if name == "titan.cli":
@@ -335,7 +341,9 @@ def _check_parser(run: Callable[[], object], *, whole: bool) -> None:
 
 def _check_job(words: list[str]) -> None:
     """Check the keys of a job on a command line. Raises `ConfigError` or `Refused`."""
-    if not any(word.split("=")[0].endswith(".toml") and not word.startswith("-") for word in words):
+    if not any(
+        word.split("=")[0].endswith(".toml") and not word.startswith("-") for word in words
+    ):
         words = ["job.toml", *words]
     arguments = parse_args(words)
     try:

@@ -166,7 +166,9 @@ def lost_partial_sum(config: JobConfig, *options: Any) -> dict[str, Any]:
 def lose_partial_sums() -> None:
     """Leave each tensor-parallel rank with its own part of what row-wise layers return."""
 
-    def keep_own(layouts: Any, local: bool, module: nn.Module, output: DTensor, mesh: Any) -> Any:
+    def keep_own(
+        layouts: Any, local: bool, module: nn.Module, output: DTensor, mesh: Any
+    ) -> Any:
         if not isinstance(module, nn.Linear) or not output.placements[0].is_partial():
             return give(layouts, local, module, output, mesh)
         part = output.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]

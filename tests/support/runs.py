@@ -136,7 +136,8 @@ def _is_rank(pid: int, number: int) -> bool:
     """By its name, or if it started cold, by its environment."""
     try:
         name, environment = (
-            Path(f"/proc/{pid}/{file}").read_text(errors="replace") for file in ("comm", "environ")
+            Path(f"/proc/{pid}/{file}").read_text(errors="replace")
+            for file in ("comm", "environ")
         )
     except OSError:
         return False

@@ -187,7 +187,9 @@ def write_folder(
         f"{layer}mlp.gate_proj.weight": torch.zeros(16, width),
         f"{layer}mlp.up_proj.weight": torch.zeros(16, width),
         f"{layer}mlp.down_proj.weight": torch.zeros(width, 16),
-        **{f"{layer}self_attn.{name}_proj.weight": torch.zeros(width, width) for name in "qkvo"},
+        **{
+            f"{layer}self_attn.{name}_proj.weight": torch.zeros(width, width) for name in "qkvo"
+        },
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     facts = {

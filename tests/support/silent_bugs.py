@@ -283,7 +283,9 @@ def averaged_norms() -> None:
 
 
 def _whole_as_it_is(grad: Any) -> Tensor:
-    return DTensor.from_local(grad.to_local(), grad.device_mesh, (Replicate(),), run_check=False)
+    return DTensor.from_local(
+        grad.to_local(), grad.device_mesh, (Replicate(),), run_check=False
+    )
 
 
 def unsummed_keys_and_values() -> None:

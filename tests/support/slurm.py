@@ -75,7 +75,9 @@ def why_no_slurm() -> str:
         subprocess.run(["apt-get", "update"], **quiet)
         done = subprocess.run(install, **quiet)
         if done.returncode != 0:
-            return f"Slurm cannot be installed: {done.stderr.decode().strip().splitlines()[-1:]}"
+            return (
+                f"Slurm cannot be installed: {done.stderr.decode().strip().splitlines()[-1:]}"
+            )
     return ""
 
 
@@ -118,7 +120,9 @@ class Slurm:
             count=count,
         )
         head, _, partitions = text.partition("PartitionName")
-        (folder / "slurm.conf").write_text(head + "\n".join(nodes) + "\nPartitionName" + partitions)
+        (folder / "slurm.conf").write_text(
+            head + "\n".join(nodes) + "\nPartitionName" + partitions
+        )
         munged = [
             "munged",
             "--force",

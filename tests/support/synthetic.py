@@ -91,7 +91,9 @@ def pipeline(
         maker = _Maker(rank * 8, {stage: owner * 8 for stage, owner in owners.items()}, send_us)
         for action in actions:
             maker.add(action, units[action.kind] * UNIT_US, last=schedule.num_stages - 1)
-        traces[rank * 8] = Trace(rank * 8, 8 * len(schedule.order), maker.groups, step=maker.events)
+        traces[rank * 8] = Trace(
+            rank * 8, 8 * len(schedule.order), maker.groups, step=maker.events
+        )
     return traces
 
 

@@ -151,14 +151,18 @@ def real_batches(config: JobConfig) -> list[Any]:
     numbers = torch.arange(shape[0] * shape[1]).view(shape) % 256
     ids = numbers % 2 if config.data.document_mask else None
     positions = numbers % 8 if config.data.reset_positions else None
-    batch = Batch(tokens_BS=numbers, labels_BS=numbers, positions_BS=positions, document_ids_BS=ids)
+    batch = Batch(
+        tokens_BS=numbers, labels_BS=numbers, positions_BS=positions, document_ids_BS=ids
+    )
     return [batch] * layout.accumulation
 
 
 class _Plain(TorchDispatchMode):
     """Sees plain tensors only: subclasses come apart first."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if FakeTensor in types:  # DTensor finds out shapes
             return func(*args, **(kwargs or {}))
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
@@ -283,9 +287,12 @@ class TrackMemory(_Plain):
             wraps = isinstance(tensor, AsyncCollectiveTensor)
             if isinstance(tensor, Tensor) and not wraps and not tensor.is_meta:
                 self.add(tensor)
-        if func._opname == "logsumexp":  # inside, the input less its largest elements exists whole
+        if (
+            func._opname == "logsumexp"
+        ):  # inside, the input less its largest elements exists whole
             inside = (
-                args[0].numel() * args[0].element_size() + result.numel() * result.element_size()
+                args[0].numel() * args[0].element_size()
+                + result.numel() * result.element_size()
             )
             self.peak = max(self.peak, self.bytes + inside)
 

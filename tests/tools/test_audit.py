@@ -130,7 +130,8 @@ def test_a_flipped_bit_of_a_weight_is_named(tmp_path: Path, bit: int) -> None:
     (right,) = struct.unpack("<f", struct.pack("<I", bits ^ 1 << bit))
     (text,) = found.findings
     assert (
-        f"model.{WEIGHT}[5, 7] is {saved:.9g}, and {right:.9g} when" in text and "(one bit)" in text
+        f"model.{WEIGHT}[5, 7] is {saved:.9g}, and {right:.9g} when" in text
+        and "(one bit)" in text
     )
     assert found.guilty.startswith("the weights of the checkpoint")
     # The run goes on from the wrong weight, so a later step is right by its own checkpoint.
@@ -200,7 +201,9 @@ def test_another_layout_is_equal_but_for_rounding(tmp_path: Path) -> None:
     run = _run(tmp_path / "run")
     wrong = _run(tmp_path / "flip", type("Flip", (WeightFlips,), {"bit": 20}))
     for folder, code in ((run, 0), (wrong, 1)):
-        found = _audit_elsewhere(folder, tmp_path, code, "--parallelism.tensor_parallel_degree=2")
+        found = _audit_elsewhere(
+            folder, tmp_path, code, "--parallelism.tensor_parallel_degree=2"
+        )
         assert not found.equal_bits and not found.is_same and found.rows == 3
     (text,) = found.findings
     assert f"model.{WEIGHT}[5, 7] is" in text and found.guilty.startswith("the weights")
@@ -290,7 +293,9 @@ def test_a_base_that_is_off_is_a_possible_cause_and_rows_are_those_of_the_steps(
 
 
 @pytest.mark.parametrize("text", ['"position": 12', '"tokens": 384'])
-def test_what_a_checkpoint_says_beside_its_tensors_is_compared(text: str, tmp_path: Path) -> None:
+def test_what_a_checkpoint_says_beside_its_tensors_is_compared(
+    text: str, tmp_path: Path
+) -> None:
     one, two = (_run(tmp_path / name) / "checkpoint" / f"step-{STEP}" for name in "ab")
     assert compare_steps(one, two, None, rounds=False).equal_bits
     file = one / "titan.json"

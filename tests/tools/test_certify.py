@@ -69,7 +69,8 @@ def test_each_flavor_becomes_a_small_job_with_its_ratios_and_kinds_of_layers(nam
         for kind in ("window_of", "is_moe_layer"):
             if hasattr(whole, kind):
                 both = [
-                    {bool(getattr(s, kind)(n)) for n in range(s.n_layers)} for s in (whole, small)
+                    {bool(getattr(s, kind)(n)) for n in range(s.n_layers)}
+                    for s in (whole, small)
                 ]
                 assert both[0] == both[1], (flavor, kind)
         for layout, degrees in certifier.layouts(None).items():
@@ -111,7 +112,8 @@ def test_phases_are_spread_over_the_steps() -> None:
     small = changed(config, small_keys(config, tp=1))
     assert not check(small)
     found = [
-        (p.steps, p.sequences, p.config.training.seq_len) for p in phases_of(small, world_size=1)
+        (p.steps, p.sequences, p.config.training.seq_len)
+        for p in phases_of(small, world_size=1)
     ]
     assert found == [(3, 8, 64), (3, 16, 64), (4, 16, 128)]
 
@@ -177,7 +179,9 @@ class Neighbours(torch.nn.Module):
 def test_what_passes_between_blocks_is_found_by_cutting_them_apart(kept: str) -> None:
     blocks = [f"layers.{number}" for number in range(6)]
     modules = [["tok_embeddings", *blocks[:2]], blocks[2:4], [*blocks[4:], "norm"]]
-    drawn = [torch.randint(7, (1, 5), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    drawn = [
+        torch.randint(7, (1, 5), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
+    ]
     batches = [Microbatch(ids, ids, torch.tensor(5)) for ids in drawn]
     found = steps.try_cuts(Neighbours(kept), modules, *batches, sent=torch.Size((1, 5, 4)))
     assert [*found] == blocks
@@ -193,7 +197,9 @@ def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
     right = verdict(config, "pp", cut=planted.reads_before_2)
     assert right.verdict == "equal" and right.reason == "not to be cut before layers.2", right
     wrong = verdict(config, "pp", cut=planted.reads_before_16)
-    assert wrong.verdict == "differs" and wrong.reason.startswith("cut before layers.16: the out")
+    assert wrong.verdict == "differs" and wrong.reason.startswith(
+        "cut before layers.16: the out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,9 @@ def test_a_package_is_certified(tmp_path: Path) -> None:
         write_metadata(folder, tmp_path)
     (path := tmp_path / "opt.toml").write_text('model = {name = "opt", flavor = "6.7B"}\n')
     command = [sys.executable, "-m", "titan.cli", "certify", path, "--loss.name=z_loss"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *folders, ROOT)))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *folders, ROOT)))
+    }
     options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--layouts=tp"], **options)
     assert done.returncode == 0 and "equal (largest" in done.stdout, done.stdout + done.stderr

@@ -123,7 +123,9 @@ def test_a_fault_on_every_layout_alike_is_seen_by_transformers_alone(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = FAULTS[fault][1]()
-    config = config.model_copy(update={"job": config.job.model_copy(update={"description": fault})})
+    config = config.model_copy(
+        update={"job": config.job.model_copy(update={"description": fault})}
+    )
     monkeypatch.setattr(source, "compare", planted_compare)
     certifier = Certifier(config, resolve_layout(config, 1))
     vars(certifier).update(program=planted_train)

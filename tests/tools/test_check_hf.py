@@ -24,7 +24,9 @@ from titan.parallel import materialize
 
 transformers = pytest.importorskip("transformers")
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "checkpoint" / "published.json").read_text())
+PUBLISHED = json.loads(
+    (Path(__file__).parents[1] / "checkpoint" / "published.json").read_text()
+)
 
 # ---- verdicts --------------------------------------------------------------------------------------
 
@@ -150,7 +152,9 @@ def test_the_snippet_is_a_job_of_the_same_size(tmp_path: Path, capsys) -> None:
     assert cli.main(["check", "--hf", str(file)]) == 0
     page = capsys.readouterr().out.splitlines()
     start = next(n for n, line in enumerate(page) if line.endswith("[model]"))
-    snippet = page[start : next(n for n in range(start, len(page)) if page[n].startswith("loads"))]
+    snippet = page[
+        start : next(n for n in range(start, len(page)) if page[n].startswith("loads"))
+    ]
     assert "flavor" in snippet[2] and "n_layers = 3" in snippet[3]
     job = write(tmp_path / "job.toml", "\n".join(line.strip() for line in snippet))
     facts = facts_of(capsys, "--hf", file)
@@ -203,7 +207,9 @@ def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:
     assert len(facts["problems"]) == 3 * hf["num_hidden_layers"]
     assert cli.main(["check", "--hf", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "loads       no" in said and "mlp.gate_proj.weight has shape" in said and "more" in said
+    assert (
+        "loads       no" in said and "mlp.gate_proj.weight has shape" in said and "more" in said
+    )
 
 
 LLAMA = PUBLISHED["Llama-3.2-1B"]
@@ -240,7 +246,9 @@ HOSTILE: list[Any] = [
 @pytest.mark.parametrize("hf", HOSTILE, ids=range(len(HOSTILE)))
 def test_broken_files_are_one_line(hf: Any, tmp_path: Path, capsys) -> None:
     file = write(tmp_path / "config.json", hf)
-    write(tmp_path / "evil.py", f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+    write(
+        tmp_path / "evil.py", f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n"
+    )
     assert cli.main(["check", "--hf", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and str(file) in said.err and not said.out

@@ -40,7 +40,9 @@ def test_a_silent_bug_is_named(bug: str, reference: Reference) -> None:
     about = BUGS[bug]
     found, losses = found_with(bug, reference, RECORDED)
     first = found.differences[0]
-    assert (first.kind, first.name, first.step) == (*about.first, about.step), found.differences[:3]
+    assert (first.kind, first.name, first.step) == (*about.first, about.step), (
+        found.differences[:3]
+    )
     assert all(map(math.isfinite, losses.values()))  # nothing but the numbers is wrong
 
 
@@ -72,7 +74,9 @@ def step(
     for number, name in enumerate(("embed", "layers.0", "layers.1", "head")):
         for kind in KINDS:
             full = name if kind.startswith("output") else f"{name}.weight"
-            factor = (scale or {}).get((kind, full), 1.0) * (1 + noise * (1 if number % 2 else -1))
+            factor = (scale or {}).get((kind, full), 1.0) * (
+                1 + noise * (1 if number % 2 else -1)
+            )
             sums = [
                 [factor * (1 + p + c + number) * (-1) ** (p * c) for c in range(8)]
                 for p in range(4)
@@ -91,7 +95,11 @@ def step(
 
 def first_of(two: RecordedStep, noise: float = 3e-7) -> tuple[str, str]:
     found = compare([step()], [two], [step(noise=noise)])
-    return (found.differences[0].kind, found.differences[0].name) if found.differences else ("", "")
+    return (
+        (found.differences[0].kind, found.differences[0].name)
+        if found.differences
+        else ("", "")
+    )
 
 
 def test_tensors_are_compared_in_the_order_in_which_they_are_computed() -> None:
@@ -114,7 +122,9 @@ def test_tensors_are_compared_in_the_order_in_which_they_are_computed() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_difference_is_named_and_rounding_is_not(kind: str) -> None:
     name = "layers.0" if kind.startswith("output") else "layers.0.weight"
-    later = {("update", f"{n}.weight"): 2.0 for n in ("embed", "head")} if kind != "update" else {}
+    later = (
+        {("update", f"{n}.weight"): 2.0 for n in ("embed", "head")} if kind != "update" else {}
+    )
     assert first_of(step({(kind, name): 1.5, **later})) == (kind, name)
     assert first_of(step(noise=1e-6)) == ("", "")
     assert first_of(step({(kind, name): math.nan})) == (kind, name)
@@ -181,7 +191,10 @@ def test_an_update_of_which_a_part_is_another_one_differs_whatever_rounding_does
         [b],
         [
             step(
-                {("update", f"{n}.weight"): 1.02 for n in ("embed", "layers.0", "layers.1", "head")}
+                {
+                    ("update", f"{n}.weight"): 1.02
+                    for n in ("embed", "layers.0", "layers.1", "head")
+                }
             )
         ],
     )
@@ -353,7 +366,9 @@ def test_jobs_are_trained_and_a_changed_key_is_named(
 ) -> None:
     (path := tmp_path / "job.toml").write_text(JOB)
     changed = ["--b.model.overrides.norm_eps=1e-2", "--b.metrics.log_freq=7", "--steps=1"]
-    assert titan(["diff", str(path), str(path), *changed, "--output", str(tmp_path / "runs")]) == 1
+    assert (
+        titan(["diff", str(path), str(path), *changed, "--output", str(tmp_path / "runs")]) == 1
+    )
     said = capsys.readouterr().out
     assert "first: step 1: output of layers.0.attention_norm" in said
     for line in ("metrics.log_freq: 10 -> 7\n", "model.overrides.norm_eps: not set -> 0.01\n"):
@@ -367,12 +382,16 @@ def test_jobs_are_trained_and_a_changed_key_is_named(
         said, progress = capsys.readouterr()
         assert f"differ in {keys[0][4:].partition('=')[0]}: " in said
         assert "on 1 rank" in progress
-        assert said.endswith("the batches differ in their tokens: other samples or another shape\n")
+        assert said.endswith(
+            "the batches differ in their tokens: other samples or another shape\n"
+        )
 
 
 def test_a_phase_may_have_another_layout(tmp_path: Path) -> None:
     (path := tmp_path / "job.toml").write_text(f"{JOB}global_batch_size = 2\n")
-    phase = "[[phase]]\nfrom_step = 2\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = 1\n"
+    phase = (
+        "[[phase]]\nfrom_step = 2\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = 1\n"
+    )
     (other := tmp_path / "other.toml").write_text(path.read_text() + phase)
     keys = ["--training.local_batch_size=1", "--nproc-a=2", "--nproc-b=2"]
     assert titan(["diff", str(path), str(other), *keys]) == 0
@@ -402,7 +421,9 @@ def test_a_job_that_cannot_run_is_a_line_and_exit_code_2(
     assert "did you mean 'tiny'?" in capsys.readouterr().err
     assert titan(["diff", str(path), str(tmp_path / "none.toml")]) == 2
     said = capsys.readouterr()
-    assert "none.toml" in said.err and "training" not in said.out  # nor was the first job trained
+    assert (
+        "none.toml" in said.err and "training" not in said.out
+    )  # nor was the first job trained
     assert titan(["diff", str(path), str(path), "--json", str(tmp_path / "no" / "x.json")]) == 2
     assert f"--json: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
     (tmp_path / "kept" / "b").mkdir(parents=True)

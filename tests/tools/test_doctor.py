@@ -42,7 +42,9 @@ class Case:
 
 def _hang(axis: str, what: str, *settings: str, slow: bool = True) -> Case:
     cause = HANG.format(what=what, axis=re.escape(f"all ranks ({axis})"))
-    return Case("hang", "hang", cause, tuple(f"--parallelism.{text}" for text in settings), slow)
+    return Case(
+        "hang", "hang", cause, tuple(f"--parallelism.{text}" for text in settings), slow
+    )
 
 
 CASES = {
@@ -71,7 +73,9 @@ CASES = {
     "another operation": Case(
         "operation", "mismatch_operation", r"rank 1 calls all_gather of 4000 float"
     ),
-    "a rank that ends with 0": Case("missing", "missing_rank", r"rank 1 ended with exit code 0"),
+    "a rank that ends with 0": Case(
+        "missing", "missing_rank", r"rank 1 ended with exit code 0"
+    ),
     "a killed rank": Case("kill", "killed", r"rank 1 was ended by SIGKILL, from outside"),
     "a crash in native code": Case(
         "segfault", "crashed", r"rank 1 was ended by SIGSEGV, in \S*ctypes\S*, in string_at"

@@ -204,13 +204,17 @@ def test_a_slow_rank(folder: Folder) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder.path / "logs" / f"rank-{rank}.times.jsonl").write_text(text)
     [found] = folder.diagnosis().findings
-    assert found.cause == "rank 2 is slow: 0.90 s of work per step, against 0.30 s on the others"
+    assert (
+        found.cause == "rank 2 is slow: 0.90 s of work per step, against 0.30 s on the others"
+    )
 
 
 def test_a_run_that_ended_without_last_words(folder: Folder) -> None:
     folder.status("running")
     assert [found.kind for found in folder.diagnosis().findings] == ["vanished"]
-    folder.write("metrics.jsonl", {"step": 9, "step_s": 1.0})  # status.json is written less often
+    folder.write(
+        "metrics.jsonl", {"step": 9, "step_s": 1.0}
+    )  # status.json is written less often
     assert "step 9" in folder.diagnosis().summary
     folder.write(LOCK_FILE, asdict(ProcessId.this()))
     folder.write("metrics.jsonl", {"step": 7, "step_s": 1.0})
@@ -247,7 +251,9 @@ def test_the_command(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_it_imports_no_torch(folder: Folder) -> None:
-    code = "import sys, titan.cli; titan.cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, titan.cli; titan.cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
     command = [sys.executable, "-c", code, "doctor", str(folder.path)]
     subprocess.run(command, check=True, capture_output=True)
 
@@ -262,7 +268,9 @@ def test_a_fault_in_native_code_outranks_what_its_victims_say(folder: Folder) ->
     os.utime(stacks, (NOW, NOW))
     first = folder.diagnosis().findings[0]
     assert first.kind == "crashed"
-    assert first.cause == "rank 3 was ended by SIGSEGV, in titan/parallel/tensor.py:60, in gather"
+    assert (
+        first.cause == "rank 3 was ended by SIGSEGV, in titan/parallel/tensor.py:60, in gather"
+    )
     os.utime(stacks, (NOW - 1000, NOW - 1000))  # of an earlier run
     assert folder.diagnosis().findings[0].kind == "error"
     stacks.write_text("Fatal Python error: Aborted\n\nFatal Python error: Segmentation fault\n")

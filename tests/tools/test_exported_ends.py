@@ -60,7 +60,8 @@ def test_every_token_that_ends_an_answer_is_exported(tmp_path: Path) -> None:
         assert generation.eos_token_id[0] == ends[0] and {*generation.eos_token_id} == {*ends}
         assert generation.temperature == 0.6
         assert (
-            transformers.AutoConfig.from_pretrained(folder).eos_token_id == generation.eos_token_id
+            transformers.AutoConfig.from_pretrained(folder).eos_token_id
+            == generation.eos_token_id
         )
 
 

@@ -16,7 +16,9 @@ def write_run(folder: Path, *, slope: float) -> Path:
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 101):
             row = {"step": step, "loss": slope / step, "tokens": 10 * step, "tokens_per_s": 5.0}
-            row |= {"time_s": 36.0 * step} | ({"validation_loss": 1.0} if step % 50 == 0 else {})
+            row |= {"time_s": 36.0 * step} | (
+                {"validation_loss": 1.0} if step % 50 == 0 else {}
+            )
             file.write(json.dumps(row) + "\n")
         file.write('{"step": 101, "lo')  # a run that is being written
     return folder

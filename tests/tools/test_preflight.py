@@ -62,7 +62,9 @@ def test_each_outlier_is_named_with_rank_host_and_figure() -> None:
     ranks[4] = facts(4, versions={"torch": "2.13.0", "nccl": "2.27"}, clock_s=-2.5)
     ranks[5] = facts(5, {LINK: 150.0, "memory, copy": 2700.0})  # the copy is within 10 %
     ranks[6] = facts(6, disk=DiskFacts(folder="/out", free_gib=1.5))
-    ranks[7] = facts(7, disk=DiskFacts(folder="/out", free_gib=9.0, error="Read-only file system"))
+    ranks[7] = facts(
+        7, disk=DiskFacts(folder="/out", free_gib=9.0, error="Read-only file system")
+    )
     assert problems_of(ranks) == [
         "rank 4 on node2: nccl is 2.27, on most ranks 2.28",
         "rank 4 on node2: its clock is -2.5 s off rank 0's; run locks and logs need clocks that agree (NTP)",
@@ -113,7 +115,9 @@ def preflight(folder: Path, fault: str, dry: bool) -> tuple[int, dict[str, Any]]
     elif fault == "memory":
 
         def build(*args: Any, **kwargs: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore."
+            )
 
         dry_run.build_train_step, os._exit = build, _raise  # pyrefly: ignore[bad-assignment]
     world = dist.get_world_size()
@@ -128,7 +132,9 @@ def preflight(folder: Path, fault: str, dry: bool) -> tuple[int, dict[str, Any]]
     file = folder / f"report-{dist.get_rank()}.json"
     code = 1
     with suppress(SystemExit):
-        code = cli.check_all(config, layout, device=CPU, mesh=mesh, json_file=str(file), dry=dry)
+        code = cli.check_all(
+            config, layout, device=CPU, mesh=mesh, json_file=str(file), dry=dry
+        )
     return code, json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -189,7 +195,9 @@ def test_the_command(tmp_path: Path) -> None:
         "--json",
         str(file),
     ]
-    run = subprocess.run([*command, *huge], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [*command, *huge], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
     assert "2 ranks on" in run.stdout and "PROBLEM  dry run: rank" in run.stdout
     assert "is out of memory: DefaultCPUAllocator: can't allocate memory" in run.stdout
@@ -239,7 +247,8 @@ def test_a_network_that_fell_back_is_reported_across_hosts() -> None:
     for rate in (4.0, 12.0, 30.0):
         lines = across_hosts({"all-reduce": rate, "all-gather": rate}, all_ranks)
         assert [line.split(",")[0] for line in lines] == [
-            f"all ranks: dp_shard {kind} {rate:.3g} GB/s" for kind in ("all-reduce", "all-gather")
+            f"all ranks: dp_shard {kind} {rate:.3g} GB/s"
+            for kind in ("all-reduce", "all-gather")
         ]
         [expected] = {float(line.split("expects ")[1].split(";")[0]) for line in lines[1:]}
         assert 0.7 * 100 < expected < 100 and "NCCL_DEBUG=INFO" in lines[1]

@@ -39,7 +39,9 @@ class Trace:
         self.events: list[dict[str, Any]] = []
         self.correlation = self.flow = 0
 
-    def host(self, kind: str, name: str, begin: float, end: float, *, thread: int = MAIN) -> None:
+    def host(
+        self, kind: str, name: str, begin: float, end: float, *, thread: int = MAIN
+    ) -> None:
         self._add(kind, name, begin, end, pid=9, tid=thread)
 
     def op(self, name: str, begin: float, end: float, *, thread: int = MAIN) -> None:

@@ -265,7 +265,9 @@ def test_ranges_are_taken_away() -> None:
 def test_memory_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int | None] = []
     monkeypatch.setattr(recording, "record_memory_history", kept.append)
-    monkeypatch.setattr(recording, "dump_memory_history", lambda path: path.write_text("snapshot"))
+    monkeypatch.setattr(
+        recording, "dump_memory_history", lambda path: path.write_text("snapshot")
+    )
     profiler, said = make(tmp_path, device="cuda", enable_memory_snapshot=True, profile_freq=2)
     for step in (1, 2, 3):
         profiler.begin(step)
@@ -293,7 +295,9 @@ def test_running_out_of_memory_writes_a_snapshot(tmp_path: Path, monkeypatch: py
     written = []
     profiling = trainer.hook(Profiling)
     assert profiling is not None
-    monkeypatch.setattr(profiling.profiler, "out_of_memory", lambda: written.append(trainer.step))
+    monkeypatch.setattr(
+        profiling.profiler, "out_of_memory", lambda: written.append(trainer.step)
+    )
 
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no memory")

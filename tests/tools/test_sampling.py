@@ -124,7 +124,8 @@ def test_draws_are_limited_and_repeat() -> None:
     assert first(top_p=1e-9) == {ranked[0]}
     options["max_new_tokens"] = 8
     two = [
-        list(Generator(model=model, **options, seed=seed).stream(PROMPTS[:2])) for seed in (4, 4, 5)
+        list(Generator(model=model, **options, seed=seed).stream(PROMPTS[:2]))
+        for seed in (4, 4, 5)
     ]
     assert two[0] == two[1] != two[2]
     # The second prompt's draws are those of the seed after.

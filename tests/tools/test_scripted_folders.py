@@ -125,7 +125,9 @@ def test_log_likelihoods_are_transformers(
         whole = tokenizer(context + continuation).input_ids
         num_context = len(tokenizer(context.rstrip()).input_ids)
         own = tokenizer(context + continuation, add_special_tokens=False).input_ids
-        if not context or len(whole) == 1:  # lm-evaluation-harness begins a text without context so
+        if (
+            not context or len(whole) == 1
+        ):  # lm-evaluation-harness begins a text without context so
             bos = tokenizer.bos_token_id
             whole, num_context = [tokenizer.eos_token_id if bos is None else bos, *own], 1
         num_context = min(num_context, len(whole) - 1)

@@ -44,7 +44,9 @@ class Trained(list[str]):
         if name == self.killed:
             _kill()
         self.append(name)
-        _train(load_from_argv(words, warn=False), *(self.faults if name.startswith("new") else ()))
+        _train(
+            load_from_argv(words, warn=False), *(self.faults if name.startswith("new") else ())
+        )
 
 
 @pytest.fixture

@@ -99,7 +99,11 @@ class Failure:
             if operation in ("", UNNAMED):
                 operation = last_begun() or UNNAMED
             # Remove the position in C++ at its beginning, and torch's guess at the cause.
-            text = re.sub(r"^\[[^]]*\] ", "", str(error)).split(" This is typically")[0].rstrip(".")
+            text = (
+                re.sub(r"^\[[^]]*\] ", "", str(error))
+                .split(" This is typically")[0]
+                .rstrip(".")
+            )
             reason = (
                 f"rank {rank} failed in step {step} in {operation}{line}: {text}. Another rank has "
                 "probably ended or hangs: look at its message first"

@@ -160,7 +160,9 @@ def count_accelerators() -> int:
     if not build.startswith(("rocm", "git")):
         return 0
     # The runtime (ROCR) filters first. HIP then reads its own variable, or CUDA's if that is unset.
-    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    hip = (
+        "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    )
     return min([_num_amd(), *_num_visible("ROCR_VISIBLE_DEVICES"), *_num_visible(hip)])
 
 

@@ -99,7 +99,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     def git(*arguments: str) -> str:
         # On a network file system git may take long, and the run must start.
         command = ["git", "-C", str(folder), *arguments]
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=10
+        )
 
     try:
         # An installed copy may be inside another project's checkout, in its virtual environment. That commit is not titan's.
@@ -294,7 +296,9 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
     logger.addHandler(handler)
     # Without a level Python logs warnings and errors only.
     logger.setLevel(logging.INFO)
-    if rank:  # Python's warnings are the same on all ranks: only rank 0 shows them on the terminal
+    if (
+        rank
+    ):  # Python's warnings are the same on all ranks: only rank 0 shows them on the terminal
         logging.captureWarnings(True)
         logging.getLogger("py.warnings").addHandler(handler)
     return handler

@@ -65,7 +65,9 @@ def open_to_write(path: Path, flags: int, *, within: Path | None = None) -> int:
     if not stat.S_ISREG(state.st_mode) or state.st_nlink > 1:
         os.close(descriptor)
         # The other name of a hard link may be outside.
-        what = "has a second name, a hard link" if state.st_nlink > 1 else "is not a regular file"
+        what = (
+            "has a second name, a hard link" if state.st_nlink > 1 else "is not a regular file"
+        )
         raise OSError(errno.EMLINK, f"it {what}")
     return descriptor
 
@@ -97,7 +99,9 @@ def _write_atomically(path: Path, data: bytes, durable: bool, within: Path | Non
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     temporary.unlink(missing_ok=True)
     try:
-        descriptor = open_to_write(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=within)
+        descriptor = open_to_write(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=within
+        )
         try:
             _write(descriptor, data)
             if durable:
@@ -157,7 +161,9 @@ class RunFiles:
         self._whole: dict[str, str] = {}
         self._place = 0
 
-    def replace(self, name: str, text: str, *, durable: bool = False, last: bool = False) -> None:
+    def replace(
+        self, name: str, text: str, *, durable: bool = False, last: bool = False
+    ) -> None:
         """Write a whole file.
 
         Args:

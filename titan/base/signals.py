@@ -28,7 +28,9 @@ EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
 EXIT_INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 for _number in (signal.SIGHUP, signal.SIGXCPU):
-    if signal.getsignal(_number) is not signal.SIG_IGN:  # otherwise as under nohup: the run goes on
+    if (
+        signal.getsignal(_number) is not signal.SIG_IGN
+    ):  # otherwise as under nohup: the run goes on
         STOPPING = (*STOPPING, _number)
 ASKING = signal.SIGUSR2  # "where are you?"; the run goes on
 _REPORT_S = 5  # limit of a last report: the disk may hang
@@ -74,7 +76,9 @@ class StopRequest:
         # Without a handler the signal would end the process. The thread answers it.
         signal.signal(ASKING, lambda number, frame: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(reader,), name="signals", daemon=True
+        ).start()
         return self
 
     @property

@@ -370,10 +370,14 @@ def read_json(
     Raises:
         InputError: the file cannot be read, or has another type.
     """
-    return parse_json(read_bytes(path, limit=limit, within=within), kind, name=path, values=values)
+    return parse_json(
+        read_bytes(path, limit=limit, within=within), kind, name=path, values=values
+    )
 
 
-def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = MAX_VALUES) -> T:
+def parse_json(
+    text: str | bytes, kind: type[T], *, name: object, values: int = MAX_VALUES
+) -> T:
     """Parse the value of type `kind` in a JSON text.
 
     Args:

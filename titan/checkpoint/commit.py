@@ -146,7 +146,9 @@ def write_step(
             storage.fsync_folder(target)
             replaced = join(folder, f".removing-{step}")
             # A crash between the two renames loses step N, and leaves no partial step.
-            if storage.exists(final):  # the run went back to an earlier step and reached N again
+            if storage.exists(
+                final
+            ):  # the run went back to an earlier step and reached N again
                 storage.rename(final, replaced)
             storage.rename(target, final)
             if storage.exists(replaced):
@@ -165,7 +167,9 @@ def write_step(
             with suppress(OSError):
                 storage.remove(target)
         kind = kind_of(error, default="save_failed")
-        raise SaveFailed(f"step {step} could not be saved: {reason(error)}", kind=kind) from error
+        raise SaveFailed(
+            f"step {step} could not be saved: {reason(error)}", kind=kind
+        ) from error
     return final
 
 

@@ -176,7 +176,9 @@ def changed_settings(
     now = settings(config)
     found = differing(saved_settings(saved, now), now)
     found = {
-        key: values for key, values in found.items() if freedom(key) in ("", "format", "measured")
+        key: values
+        for key, values in found.items()
+        if freedom(key) in ("", "format", "measured")
     }
     if config.lr_scheduler.total_steps:
         found.pop("training.steps", None)  # the schedule does not depend on them
@@ -201,7 +203,9 @@ def job_facts(config: JobConfig) -> dict[str, Any]:
         options = task_options(config)
         free = any_options(config).may_change
         facts["task.name"] = config.task.name or config.model.name
-        facts |= {_OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free}
+        facts |= {
+            _OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free
+        }
     return json.loads(json.dumps(facts, default=str))  # as titan.json stores it
 
 
@@ -270,7 +274,9 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
 def _steps(config: JobConfig, folder: Location) -> list[Location]:
     """Return the steps of a folder that a run may continue from, the newest first."""
     wanted = config.checkpoint.load_step
-    return [join(folder, f"step-{n}") for n in reversed(list_steps(folder)) if wanted in (-1, n)]
+    return [
+        join(folder, f"step-{n}") for n in reversed(list_steps(folder)) if wanted in (-1, n)
+    ]
 
 
 def step_to_continue(config: JobConfig) -> int:
@@ -367,7 +373,9 @@ def _source_facts(source: s.Section) -> dict[str, Any]:
         return counts | {"identity": fingerprint(index.fingerprint, index.splits)}
     documents = open_documents(source)
     files = documents.identity[-1] if documents.identity else ()
-    if not (isinstance(files, list) and all(isinstance(f, list) and len(f) == 3 for f in files)):
+    if not (
+        isinstance(files, list) and all(isinstance(f, list) and len(f) == 3 for f in files)
+    ):
         return {"bytes": documents.num_bytes, "identity": fingerprint(*documents.identity)}
     names = [(Path(name).name, size) for name, size, _ in files]
     counts = {"files": len(files), "bytes": sum(size for _, size in names)}
@@ -406,7 +414,10 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
     for place in places:
         saved, where = saved_facts(place).get("tokenizer", {}), join(place, TITAN_JSON)
         named: Location = Path(str(saved.get("file") or "")).parent
-        if isinstance(place, Path) and (copy := place.absolute().parent.parent / FOLDER).is_dir():
+        if (
+            isinstance(place, Path)
+            and (copy := place.absolute().parent.parent / FOLDER).is_dir()
+        ):
             named = copy
         if is_hf:
             where = named = place
@@ -469,9 +480,7 @@ def _or_none(value: object) -> object:
 
 def _named(facts: dict[str, Any]) -> str:
     file = facts.get("file") or "embedded"
-    return (
-        f"{facts.get('kind')} of {facts.get('vocab_size')} tokens ({file}, {facts.get('identity')})"
-    )
+    return f"{facts.get('kind')} of {facts.get('vocab_size')} tokens ({file}, {facts.get('identity')})"
 
 
 def _counted(facts: dict[str, Any]) -> str:

@@ -60,7 +60,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger("titan")
-_WAIT_AT_CLOSE_S = 60  # most seconds to wait for a save in the background when the run has failed
+_WAIT_AT_CLOSE_S = (
+    60  # most seconds to wait for a save in the background when the run has failed
+)
 
 
 class CheckpointManager:
@@ -113,7 +115,9 @@ class CheckpointManager:
         """Return whether a checkpoint is due after this step, by the step's number."""
         special = step in self.kept or (step == 1 and self.section.enable_first_step_checkpoint)
         # A save of step 1 shows early whether saving works at all.
-        return self.can_save and (special or step == last_step or step % self.section.interval == 0)
+        return self.can_save and (
+            special or step == last_step or step % self.section.interval == 0
+        )
 
     def is_due_by_time(self) -> bool:
         """Return whether a checkpoint is due by this rank's clock. Clocks differ, so the ranks must agree on the answer."""
@@ -170,7 +174,9 @@ class CheckpointManager:
             self.blocked_s = time.monotonic() - start
         return join(self.folder, f"step-{step}")
 
-    def _save_in_background(self, step: int, state: StateDict, metadata: dict[str, Any]) -> None:
+    def _save_in_background(
+        self, step: int, state: StateDict, metadata: dict[str, Any]
+    ) -> None:
         # Create the group here, since a new process group needs the main thread of every rank.
         finish, group = self.staging.begin(state), self.group
         done: Future[str] = Future()

@@ -61,7 +61,9 @@ def find_checkpoint(
         CheckpointError: the checkpoint is damaged or missing, or its tokenizer is elsewhere.
     """
     saved, run, step = find_saved(where)
-    granted = ["model.trust_remote_code"] * trust_remote_code + ["tokenizer.path"] * bool(tokenizer)
+    granted = ["model.trust_remote_code"] * trust_remote_code + ["tokenizer.path"] * bool(
+        tokenizer
+    )
     asked = with_tokenizer(saved, run=run, path=tokenizer)
     folder = run or (step if isinstance(step, Path) else None)
     config, lost = without_permissions(asked, run=folder, granted=granted)

@@ -42,7 +42,9 @@ _WRAPPERS = {
     "data",
 }
 T = TypeVar("T")
-Location = str | Path  # a path, or a URL as str, since a Path would collapse the slashes of a URL
+Location = (
+    str | Path
+)  # a path, or a URL as str, since a Path would collapse the slashes of a URL
 
 
 def join(location: Location, name: str) -> Location:

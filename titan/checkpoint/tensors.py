@@ -179,7 +179,9 @@ class CheckpointReader(dcp.FileSystemReader):
             with zipfile.ZipFile(_End(part.read(_DIRECTORY_BYTES), before=before)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise CheckpointError(f"{sinfo.relative_path}: no tensor of torch: {error}") from error
+            raise CheckpointError(
+                f"{sinfo.relative_path}: no tensor of torch: {error}"
+            ) from error
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         if packed or sum(entry.file_size for entry in entries) > sinfo.length:
             raise CheckpointError(f"{sinfo.relative_path}: holds a compressed tensor")
@@ -199,7 +201,9 @@ def read_metadata(location: Location) -> Metadata:
         # The index has checked the spelling of the name, so this is no other attribute of torch.
         dtype = getattr(torch, stored.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{location}: {name} is {stored.dtype}, which this torch lacks")
+            raise CheckpointError(
+                f"{location}: {name} is {stored.dtype}, which this torch lacks"
+            )
         chunks = []
         for chunk in stored.chunks:
             offsets = torch.Size(chunk.offsets)

@@ -37,6 +37,8 @@ def check_choices(section: Section, path: KeyPath = ()) -> Violations:
         choices = " or ".join(map(json.dumps, needs.choices))
         fix = f"set {needs.key} = {choices}" if choices else f"set {needs.key}"
         # TOML has no word for a key that is not set.
-        case = f"without {needs.key}" if now is None else f"with {needs.key} = {json.dumps(now)}"
+        case = (
+            f"without {needs.key}" if now is None else f"with {needs.key} = {json.dumps(now)}"
+        )
         message = f"nothing reads it {case}; {fix}, or remove it"
         yield key_text((*path, name)), message

@@ -108,7 +108,9 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Violations:
     dp = layout_of(config, world_size).dp * config.groups.num_groups
     # -1 stands for one forward pass, which always fits.
     per_pass, size = training.local_batch_size * dp, training.global_batch_size
-    unit = f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
+    unit = (
+        f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
+    )
     if size > 0 and size % per_pass:
         yield "training.global_batch_size", _not_a_multiple(size, per_pass, unit)
 
@@ -142,7 +144,9 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Violations:
     for before, phase in pairwise(phases_of(config, world_size=world_size)):
         key, steps = f"phase[{before.number - 1}]", config.training.steps
         if phase.first_step <= before.first_step:
-            name = f"phase[{before.number - 2}]" if before.number > 1 else "the job's own settings"
+            name = (
+                f"phase[{before.number - 2}]" if before.number > 1 else "the job's own settings"
+            )
             begin = f"{name}, whose first step is {before.first_step:,}"
             yield key, f"does not begin after {begin}; put the tables in order"
             return
@@ -289,7 +293,9 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Violations:
 
 def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> Exception | None:
     """Return the error of `stage_split` with other values for some keys, or None if stages, schedule and batch fit."""
-    degree = changes.get("pipeline_parallel_degree", config.parallelism.pipeline_parallel_degree)
+    degree = changes.get(
+        "pipeline_parallel_degree", config.parallelism.pipeline_parallel_degree
+    )
     try:
         if degree > 1:
             stage_split(config, num_layers=num_layers, **changes)

@@ -69,7 +69,9 @@ def _check_folders(config: JobConfig) -> Violations:
         folders["checkpoint.folder"] = checkpoint.folder
     for key, folder in folders.items():
         if folder and (reason := why_unwritable(Path(folder))):
-            where = "" if key != "data.cache_folder" or config.data.cache_folder else f" ({folder})"
+            where = (
+                "" if key != "data.cache_folder" or config.data.cache_folder else f" ({folder})"
+            )
             fix = "; name a folder that can" if where else ""
             yield key, f"cannot be written{where}: {reason}{fix}"
 
@@ -122,7 +124,9 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
             if config.tokenizer.path:
                 key = "tokenizer.path"
             else:
-                key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
+                key = (
+                    "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
+                )
             yield key, _first_line(error)
     # First the training sources, then the validation sources.
     sources = [*sources_of(config, "training")]
@@ -200,7 +204,9 @@ def try_rows(
 
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0] if isinstance(error, ValueError | OSError) else f"cannot be read: {lines[0]}"
+    return (
+        lines[0] if isinstance(error, ValueError | OSError) else f"cannot be read: {lines[0]}"
+    )
 
 
 def _exists(path: str) -> bool:

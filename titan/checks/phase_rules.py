@@ -88,6 +88,8 @@ def check_phases(config: JobConfig) -> Violations:
         # If the job's own length does not fit, report the phase: its line was added.
         other = config.training.seq_len if length == longest else longest
         if length and max(length, other) % min(length, other):
-            rule = f"the longest, {longest}, must be a multiple of every other length of the job"
+            rule = (
+                f"the longest, {longest}, must be a multiple of every other length of the job"
+            )
             fix = f"use a multiple or a divisor of {other}"
             yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; {fix}"

@@ -88,7 +88,9 @@ def load_to_run(
     if warn and here:
         from titan.checks.machine import advise_config, advise_text, first_weights
 
-        described = config.model.hf_path if config.model.hf_path != first_weights(config) else ""
+        described = (
+            config.model.hf_path if config.model.hf_path != first_weights(config) else ""
+        )
         print_warnings(advise_text(config) + advise_config(config, described))
     if device is not None:
         config = config.on_device(device)
@@ -205,9 +207,7 @@ def _advice(config: JobConfig, on_cpu: bool) -> Violations:
             f"{schedule.warmup_steps} steps do not fit into {name} = {total}; cut to {warmup}",
         )
     if decay < wanted:
-        message = (
-            f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
-        )
+        message = f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
         yield "lr_scheduler.decay_ratio", f"{message}; cut to {decay}"
     torch = version("torch")
     is_old = tuple(map(int, torch.split(".")[:2])) < (2, 13)
@@ -219,7 +219,9 @@ def _advice(config: JobConfig, on_cpu: bool) -> Violations:
         )
     if on_cpu:
         for axis in config.comm.nccl.options():
-            message = "ranks on a CPU communicate through gloo, which has no such options; ignored"
+            message = (
+                "ranks on a CPU communicate through gloo, which has no such options; ignored"
+            )
             yield f"comm.nccl.{axis}", message
         if config.comm.sm_carveout:
             yield "comm.sm_carveout", "a CPU has no SMs; ignored"

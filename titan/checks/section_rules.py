@@ -143,7 +143,9 @@ def _training(config: JobConfig) -> Violations:
     training, parallel = config.training, config.parallelism
     sequences = training.local_batch_size
     if parallel.pipeline_parallel_degree > 1:
-        sequences = parallel.pipeline_parallel_microbatch_size  # a forward pass has one microbatch
+        sequences = (
+            parallel.pipeline_parallel_microbatch_size
+        )  # a forward pass has one microbatch
     tokens = sequences * training.seq_len // parallel.context_parallel_degree
     if tokens > LIMIT:
         # torch's kernels index with 32 bits.
@@ -206,7 +208,9 @@ def _early_step(config: JobConfig) -> Violations:
 def _kept_blocks(config: JobConfig) -> Violations:
     parallel = config.parallelism
     policy = parallel.fsdp_reshard_after_forward
-    keeps_all = {"never": True, "always": False}.get(policy, parallel.pipeline_parallel_degree > 1)
+    keeps_all = {"never": True, "always": False}.get(
+        policy, parallel.pipeline_parallel_degree > 1
+    )
     if parallel.fsdp_kept_blocks > 1 and keeps_all:
         reason = f'fsdp_reshard_after_forward = "{policy}" keeps all blocks'
         yield "fsdp_kept_blocks", f'{reason}; use 1, or "always"'

@@ -210,7 +210,11 @@ def hub_fix(name: str) -> str:
 def choose(word: str, choices: Iterable[str]) -> str:
     """Return a hint to append to a message: the choice most like `word`, if any, and all choices."""
     hint = did_you_mean(word, choices)
-    return f"{hint} There are {', '.join(choices)}" if hint else f"; there are {', '.join(choices)}"
+    return (
+        f"{hint} There are {', '.join(choices)}"
+        if hint
+        else f"; there are {', '.join(choices)}"
+    )
 
 
 def divisors(whole: int) -> list[int]:

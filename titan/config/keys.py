@@ -35,7 +35,9 @@ def models_at(path: KeyPath, *, data: Any = None) -> list[type[BaseModel]]:
 def fields_at(path: KeyPath, *, data: Any = None) -> dict[str, FieldInfo]:
     """Return the keys that the table at `path` may have, with their fields."""
     return {
-        name: f for model in models_at(path, data=data) for name, f in model.model_fields.items()
+        name: f
+        for model in models_at(path, data=data)
+        for name, f in model.model_fields.items()
     }
 
 

@@ -59,7 +59,9 @@ class Layout:
 
 def degrees_of(config: JobConfig) -> dict[str, int]:
     """Return the degree of each axis, as the job has it."""
-    return {axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()}
+    return {
+        axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()
+    }
 
 
 def layout_of(config: JobConfig, world_size: int) -> Layout:

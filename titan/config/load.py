@@ -345,9 +345,7 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
     counts = [other for other in options if other in _RANKS]
     if counts and option.replace("_", "-") in _RANKS:
         of_node = "--gpus-per-node"  # beside --nodes
-        return (
-            f"; here {of_node if of_node in options else counts[0]} says how many ranks there are"
-        )
+        return f"; here {of_node if of_node in options else counts[0]} says how many ranks there are"
     return foreign(option, options) or did_you_mean(option, options)
 
 

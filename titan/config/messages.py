@@ -164,7 +164,9 @@ def _unknown(path: KeyPath, value: Any, *, data: Table) -> str:
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
     # The key may be correct, and belong to another member of the union.
     if owners := [_tag(model) for model in models_at(path[:-1]) if name in model.model_fields]:
-        return f"unknown key; only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+        return (
+            f"unknown key; only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+        )
     # Otherwise look for a similar key here, then for the same key in another section.
     elsewhere = sections_with(name)
     if len(path) == 1:
@@ -199,5 +201,7 @@ def _member(table: Any) -> str:
 
 def _tags(path: KeyPath, tag: str) -> list[str]:
     return [
-        model.model_fields[tag].default for model in models_at(path) if tag in model.model_fields
+        model.model_fields[tag].default
+        for model in models_at(path)
+        if tag in model.model_fields
     ]

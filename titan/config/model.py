@@ -83,7 +83,9 @@ class ModelSection(Section):
     hf_assets_path: Annotated[str, TOKENIZER_FILE] = ""
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
     Hugging Face, safetensors and config.json."""
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = (
+        "auto"
+    )
     """Kernels of attention on a GPU. "auto": torch's order, which is cuDNN, FlashAttention-2, the
     memory-efficient kernel, plain operations on Hopper and Blackwell, and the same without cuDNN first
     elsewhere. Another name: that kernel, and the kernels after it in this order if it does not support a
@@ -109,7 +111,9 @@ class ModelSection(Section):
         """
         sizes, violations = self.resolved
         if violations:
-            raise ConfigError([Problem("config", 0, key, message) for key, message in violations])
+            raise ConfigError(
+                [Problem("config", 0, key, message) for key, message in violations]
+            )
         return sizes
 
     @property
@@ -138,7 +142,9 @@ def _resolve(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)
-        return None, [("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')]
+        return None, [
+            ("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')
+        ]
     flavor = flavors[section.flavor]
     if foreign and (problem := _problem_of_sizes(flavor)):
         message = f"the flavor {section.flavor} of the family {section.name} {problem}; {_DOCS}"
@@ -245,7 +251,9 @@ def check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     if lacks := _lacks(model, ("layers", "output", "init_std")):
         problems.append(f"lacks {lacks}")
     elif not isinstance(model.layers, nn.ModuleDict):
-        problems.append(f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict")
+        problems.append(
+            f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict"
+        )
     # Parameters get initial weights later, but a buffer on meta has no values.
     problems += [
         f"has a buffer {prefix}.{buffer}, and {type(module).__name__} no reset_buffers() that fills it"
@@ -273,7 +281,9 @@ def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[st
         names = fnmatch.filter(parameters, pattern)
         if not names:
             near = ", ".join(get_close_matches(pattern, parameters, n=3, cutoff=0.0))
-            raise InputError(f'model.freeze: no parameter matches "{pattern}"; near it are {near}')
+            raise InputError(
+                f'model.freeze: no parameter matches "{pattern}"; near it are {near}'
+            )
         frozen.update(names)
     if len(frozen) == len(parameters):
         raise InputError("model.freeze: every parameter matches, and nothing is left to train")
@@ -339,7 +349,9 @@ def check_split(name: str, config: Any, *, stages: list[list[str]], tp: int) -> 
 
 def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Violations:
     """Check values for the fields of a dataclass: names, types and ranges."""
-    types = get_type_hints(type(flavor)) if overrides else {}  # it is slow, and a search asks often
+    types = (
+        get_type_hints(type(flavor)) if overrides else {}
+    )  # it is slow, and a search asks often
     # Fields that the class computes cannot be set.
     fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
     for name, value in overrides.items():

@@ -85,7 +85,9 @@ class CommandParser(argparse.ArgumentParser):
 
         named = re.fullmatch(r"argument (--[\w-]+)?\S*: (.*)", message, re.DOTALL)
         key, text = (named[1] or "", named[2]) if named else ("", message)
-        text = re.sub(r"^invalid (?:int|positive) value: ", "expected a whole number, got ", text)
+        text = re.sub(
+            r"^invalid (?:int|positive) value: ", "expected a whole number, got ", text
+        )
         text = re.sub(r"^invalid float value: ", "expected a number, got ", text)
         if missing := text.partition("the following arguments are required: ")[2]:
             missing = re.sub(r"/--[\w-]+", "", missing)
@@ -145,7 +147,9 @@ def check_target(option: str, target: Path, *, is_folder: bool = False) -> None:
             raise mistake(option, f"there is no folder {folder}")
         if is_folder or not target.exists():
             TemporaryFile(dir=folder).close()
-        elif not (target.is_fifo() or target.is_char_device()):  # a pipe would wait for its reader
+        elif not (
+            target.is_fifo() or target.is_char_device()
+        ):  # a pipe would wait for its reader
             target.open("ab").close()
     except FileExistsError:
         raise mistake(option, f"{target} is a file; name a folder") from None
@@ -183,10 +187,14 @@ def whole(text: str, least: int = 0, digits: int = 6) -> int:
     is_number = re.fullmatch(r"\d+", text, re.ASCII)
     # int() takes seconds for a million digits, and Python refuses more than 4300.
     if is_number and len(text) > digits:
-        raise argparse.ArgumentTypeError(f"expected less than {10**digits:,}, got {text[:40]!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected less than {10**digits:,}, got {text[:40]!r}"
+        )
     if not is_number or int(text) < least:
         at_least = f" of at least {least}" if least else ""
-        raise argparse.ArgumentTypeError(f"expected a whole number{at_least}, got {text[:40]!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number{at_least}, got {text[:40]!r}"
+        )
     return int(text)
 
 

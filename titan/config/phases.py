@@ -75,7 +75,9 @@ class Phase:
     def __str__(self) -> str:
         """Return a line that describes the phase."""
         steps = f"steps {self.first_step:,} to {self.last_step:,}"
-        size = f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
+        size = (
+            f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
+        )
         own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
         mesh = f", on {self.mesh}" * bool(DEGREES & own.keys())
         more = (f", {k} = {format_value(own[k])}" for k in own if k not in DEGREES)

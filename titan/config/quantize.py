@@ -96,7 +96,9 @@ def check_converters(config: JobConfig) -> Violations:
 def _check_float8(config: JobConfig, section: Float8Section) -> Violations:
     recipe, gathers = section.recipe_name or "tensorwise", section.enable_fsdp_float8_all_gather
     # Whole keys, for the messages.
-    gather, scales, filters = (f"{FLOAT8[0]}.{name}" for name in (*_SWITCHES[:2], "filter_fqns"))
+    gather, scales, filters = (
+        f"{FLOAT8[0]}.{name}" for name in (*_SWITCHES[:2], "filter_fqns")
+    )
     if gathers and recipe != "tensorwise":
         fix = 'use false, or recipe_name = "tensorwise"'
         yield gather, f"sends one scale with each weight, and {recipe} has several; {fix}"

@@ -26,13 +26,17 @@ def to_toml(config: JobConfig, *, comments: bool = False) -> str:
         # A key that is written is held. So a layout that is to be chosen has only the keys that the job sets.
         if is_open and name in ("parallelism", "activation_checkpoint"):
             section = {key: getattr(section, key) for key in section.model_fields_set}
-        tables, header = (section, "[[{}]]") if isinstance(section, list) else ([section], "[{}]")
+        tables, header = (
+            (section, "[[{}]]") if isinstance(section, list) else ([section], "[{}]")
+        )
         for table in tables:
             lines += _table((name,), table, comments=comments, header=header)
     return "\n".join(lines) + "\n"
 
 
-def _table(path: KeyPath, section: Any, *, comments: bool, header: str = "[{}]") -> Iterator[str]:
+def _table(
+    path: KeyPath, section: Any, *, comments: bool, header: str = "[{}]"
+) -> Iterator[str]:
     # A table is a section, or a dict of free keys such as model.overrides.
     values = dict(section) if isinstance(section, BaseModel) else section
     fields = type(section).model_fields if isinstance(section, BaseModel) else {}

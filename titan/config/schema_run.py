@@ -273,9 +273,9 @@ class CompileSection(Section):
     AdamW and Adam with implementation "fused", which then clips in the same pass."""
     backend: str = "inductor"
     """Compiler backend. Others than "inductor", such as "aot_eager", are for debugging."""
-    mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = (
-        "default"
-    )
+    mode: Literal[
+        "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"
+    ] = "default"
     """Mode of inductor. "max-autotune-no-cudagraphs" measures which kernels are fastest, for a
     longer first step. "reduce-overhead" replays CUDA graphs, on one rank in one precision only.
     "max-autotune" does both."""

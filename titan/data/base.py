@@ -40,7 +40,9 @@ class TensorBatch:
         """Return the batch with each tensor replaced by `function(name, tensor)`."""
         from torch import Tensor
 
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = {
+            name: value for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **{name: function(name, value) for name, value in tensors.items()})
 
     def to(self: _Batch, device: Any) -> _Batch:

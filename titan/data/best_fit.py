@@ -60,7 +60,9 @@ class BestFitSamples(ShardSamples):
     def _plan(self, number: int) -> np.ndarray:
         """Return the plan of a shard, int64[3, pieces]: sequence (ascending), start in the shard, length."""
         index, tokens = self._shards.index, self._shards.tokens_of(number)
-        key = derive_key(_FORMAT, index.key, self._shards.split, number, len(tokens), self._seq_len)
+        key = derive_key(
+            _FORMAT, index.key, self._shards.split, number, len(tokens), self._seq_len
+        )
         file = self._folder / f"{key:016x}.npy"
         with exclusive(self._folder):
             if not file.is_file():

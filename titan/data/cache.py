@@ -124,4 +124,6 @@ def describe(progress: Progress, num_bytes: int | None, *, elapsed_s: float) -> 
     left_s = round(max(num_bytes - progress.num_bytes, 0) / speed)
     left = f"{left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02}"
     share = min(progress.num_bytes / num_bytes, 1)
-    return f"{share:.0%} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left} left; {done}"
+    return (
+        f"{share:.0%} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left} left; {done}"
+    )

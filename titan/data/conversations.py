@@ -60,7 +60,5 @@ def conversations() -> Conversations:
     Raises:
         ConfigError: it is not installed.
     """
-    missing = (
-        "the part of titan/contrib for conversations is not installed; read plain text by text_key"
-    )
+    missing = "the part of titan/contrib for conversations is not installed; read plain text by text_key"
     return require_part(Conversations, key="messages_key", missing=missing)

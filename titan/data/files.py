@@ -87,7 +87,9 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
     if not path.strip():
         raise DataError("the path of the data is empty; '.' is the working folder")
     if "://" in path:
-        raise DataError(f"'{path}' is an address; copy the data to a disk of this machine first")
+        raise DataError(
+            f"'{path}' is an address; copy the data to a disk of this machine first"
+        )
     if where.is_dir():
         taken = {
             *endings,

@@ -206,7 +206,9 @@ class Loader(Generic[B]):
         """Switch to the phase in the state, or to the requested settings. Return the first position of the phase."""
         if self._first_part is None:
             return 0
-        part = DatasetPhase(**self._state["part"]) if "part" in self._state else self._first_part
+        part = (
+            DatasetPhase(**self._state["part"]) if "part" in self._state else self._first_part
+        )
         if (before := len(part.tokens)) != (now := len(self._first_part.tokens)):
             raise DataError(
                 f"the checkpoint has the place in {before} sources, and this job has {now}: keep them (a "
@@ -224,7 +226,9 @@ class Loader(Generic[B]):
 
     def _make_steps(self, position: int) -> Iterator[_Step[Any]]:
         # Parts of the state that every step keeps.
-        kept = {key: self._state[key] for key in ("skipped", "order", "part") if key in self._state}
+        kept = {
+            key: self._state[key] for key in ("skipped", "order", "part") if key in self._state
+        }
         skipped = kept.get("skipped", [])
         num_samples = self._accumulation * self.share.stride
         while True:

@@ -250,7 +250,9 @@ def read_row(line: bytes, *, where: str) -> Any:
         except ValueError:  # perhaps for an integer that Python does not read
             return json.loads(line, parse_int=lambda n: int(n) if len(n) < 4300 else Digits(n))
     except ValueError as error:
-        hint = "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
+        hint = (
+            "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
+        )
         if isinstance(error, UnicodeDecodeError):
             hint = "; convert the file to UTF-8 (iconv), or leave it out"
         raise DataError(f"{where}: not a line of JSON: {error}{hint}") from error
@@ -297,7 +299,9 @@ def _lines(blocks: Iterable[str], file: Path) -> Iterator[str]:
         *lines, rest = (rest + block).split("\n")
         yield from (f"{line}\n" for line in lines)
         if len(rest) > _MAX_LINE_BYTES:
-            raise DataError(f"{file}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; is it CSV?")
+            raise DataError(
+                f"{file}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; is it CSV?"
+            )
     if rest:
         yield rest
 
@@ -314,7 +318,9 @@ def read_parquet(
         if key not in names:
             listed = ", ".join(name[:40] for name in names[:20])
             kinds = zip(names, map(str, table.schema_arrow.types), strict=True)
-            likely = next((name for name, kind in kinds if kind in ("string", "large_string")), "")
+            likely = next(
+                (name for name, kind in kinds if kind in ("string", "large_string")), ""
+            )
             message = f"{file}: no column '{key}'; its columns are {listed} ({SET_KEY})"
             raise NoText(message, likely)
         columns = [key, *(name for name in names if take and name in take.columns)]

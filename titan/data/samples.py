@@ -57,7 +57,9 @@ class BlendSamples(Samples):
     ) -> None:
         self._parts, self._key = parts, key
         self.unread = [line for part in parts for line in part.unread]
-        self.begin(DatasetPhase(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights))
+        self.begin(
+            DatasetPhase(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights)
+        )
         # Synthetic ids have no marks. All sources of text have the same marks.
         marks = [part.special_tokens for part in parts]
         self.special_tokens = SpecialTokens(
@@ -211,7 +213,9 @@ def _shard_samples(
                 f"{name}: rows of whole documents have one length; remove seq_len from [[phase]]"
             )
         if has_chats and not options.data.document_mask:
-            raise DataError(f"{name}: conversations share sequences; set data.document_mask = true")
+            raise DataError(
+                f"{name}: conversations share sequences; set data.document_mask = true"
+            )
         from titan.data.best_fit import BestFitSamples
 
         samples = BestFitSamples(shards, options, key=key, name=name)

@@ -61,7 +61,9 @@ class SampleOptions:
 class ShardSamples(Source):
     """Samples of memory-mapped token shards, cut at every `seq_len` tokens."""
 
-    def __init__(self, shards: TokenShards, options: SampleOptions, *, key: int, name: str) -> None:
+    def __init__(
+        self, shards: TokenShards, options: SampleOptions, *, key: int, name: str
+    ) -> None:
         """Open the samples of a source.
 
         Args:

@@ -126,7 +126,9 @@ def open_documents(section: s.Section) -> Documents:
         )
     if source.type not in _FORMATS:
         # Shards and synthetic ids become samples directly, without text (samples.py). A third party's section may lack a type.
-        raise DataError(f"source '{source.type or type(section).__name__}' holds no text to read")
+        raise DataError(
+            f"source '{source.type or type(section).__name__}' holds no text to read"
+        )
     kind, (endings, read) = source.type, _FORMATS[source.type]
     found = files.find_files(source.path or "", endings=endings)
     options: dict[str, Any] = {"key": source.text_key}
@@ -222,7 +224,9 @@ def _stdlib_files() -> list[Path]:
     """Return the .py files of Python's own library, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     found = sorted(
-        f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
+        f
+        for f in root.rglob("*.py")
+        if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
     )
     if not found:
         raise DataError(
@@ -293,7 +297,9 @@ def _load_dataset(section: s.HuggingFaceSource) -> Any:
         return datasets.load_dataset(
             section.path, name=section.name, split=section.split, streaming=section.streaming
         )
-    except Exception as error:  # `datasets` raises many kinds: not found, no network, unknown split
+    except (
+        Exception
+    ) as error:  # `datasets` raises many kinds: not found, no network, unknown split
         reason = next(iter(str(error).splitlines()), "")
         raise DataError(
             f"cannot open Hugging Face dataset '{section.path}' (name {section.name!r}, split "
@@ -338,7 +344,9 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
             if copy.exists() and not (copy / "README.md").exists():
                 return [source_of_path(dataset_path, text_key=preset.text_key)]
         if path == "":
-            raise DataError(f'dataset = "{dataset}" reads local files: set dataset_path beside it')
+            raise DataError(
+                f'dataset = "{dataset}" reads local files: set dataset_path beside it'
+            )
         return [preset if path is None else preset.model_copy(update={"path": path})]
     if "/" in dataset and not Path(dataset).expanduser().exists():
         return [s.HuggingFaceSource(path=dataset_path or dataset)]
@@ -401,5 +409,7 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
     [kind] = kinds
     keys: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key}
     if messages_key and "messages_key" not in kind.model_fields:
-        raise DataError(f"'{path}' holds no messages; --messages-key reads JSON Lines and Parquet")
+        raise DataError(
+            f"'{path}' holds no messages; --messages-key reads JSON Lines and Parquet"
+        )
     return kind(path=path, **{key: v for key, v in keys.items() if key in kind.model_fields})

@@ -170,7 +170,9 @@ class Tokenizer(ABC):
         """Return the bytes of text of each token, int64[vocab_size]. They convert a loss per token to a loss per byte."""
         import numpy as np
 
-        return np.array([len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64)
+        return np.array(
+            [len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64
+        )
 
 
 def text_fingerprint(tokenizer: Tokenizer, *, has_chats: bool) -> str:
@@ -181,7 +183,9 @@ def text_fingerprint(tokenizer: Tokenizer, *, has_chats: bool) -> str:
 
 def fingerprint(*parts: object) -> str:
     """Return a hash of the parts, as 16 hexadecimal digits."""
-    return hashlib.blake2b(json.dumps([str(p) for p in parts]).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        json.dumps([str(p) for p in parts]).encode(), digest_size=8
+    ).hexdigest()
 
 
 def without_kind(tokens: np.ndarray) -> np.ndarray:
@@ -215,7 +219,9 @@ class SpecialTokens:
     eos_id: int | None
 
     @staticmethod
-    def of(tokenizer: Tokenizer, *, add_bos: bool = True, add_eos: bool = True) -> SpecialTokens:
+    def of(
+        tokenizer: Tokenizer, *, add_bos: bool = True, add_eos: bool = True
+    ) -> SpecialTokens:
         """Return the wanted ids that the tokenizer has."""
         # Models of a tokenizer that puts nothing before a text were trained on documents without a begin token.
         bos_id = tokenizer.bos_id if add_bos and tokenizer.begin_ids != [] else None

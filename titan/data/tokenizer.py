@@ -108,14 +108,18 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
+        self.special_ids = {
+            t.content: number for number, t in sorted(added.items()) if t.special
+        }
         decoder = self._tokenizer.decoder
         # A byte-level tokenizer spells bytes as printable characters, which _BYTE_OF_CHAR undoes.
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         last = max(vocab.values(), default=-1)
         # A single high id could make a vocabulary, and so an embedding, of any size.
         if not 0 <= last < len(vocab) + _MAX_GAPS:
-            raise DataError(f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {last:,}")
+            raise DataError(
+                f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {last:,}"
+            )
         self.bos_id = beside.find_special(path.parent, "bos", vocab)
         self.eos_id = beside.find_special(path.parent, "eos", vocab)
         # The begin and end ids may lie beyond the vocabulary.
@@ -125,7 +129,9 @@ class HuggingFaceTokenizer(Tokenizer):
             self.end_ids.add(self.eos_id)
         self.begin_ids = self._find_begin(beside.read_beside(path.with_name(TOKENIZER_CONFIG)))
         own = {"bos_token": self.bos_id, "eos_token": self.eos_id}
-        texts = {which: self._names[token] for which, token in own.items() if token in self._names}
+        texts = {
+            which: self._names[token] for which, token in own.items() if token in self._names
+        }
         self.token_texts = texts | beside.token_texts(path.parent)
         self.unread = beside.unread_beside(path.parent)
         self.file = path
@@ -217,7 +223,9 @@ def _naming_panics(file: Path | None) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         why = printable(str(error), 200)
-        raise DataError(f"tokenizer {file}: its pattern or model fails on a text: {why}") from error
+        raise DataError(
+            f"tokenizer {file}: its pattern or model fails on a text: {why}"
+        ) from error
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -231,7 +239,9 @@ def bytes_tokenizer() -> Tokenizer:
     )
 
 
-def tiktoken_tokenizer(path: Path, *, pattern: str = "", specials: Sequence[str] = ()) -> Tokenizer:
+def tiktoken_tokenizer(
+    path: Path, *, pattern: str = "", specials: Sequence[str] = ()
+) -> Tokenizer:
     """Return the tokenizer of a rank file: lines of "base64(token) rank".
 
     Such a file contains neither the pattern that cuts text nor the special tokens after the last rank.
@@ -340,7 +350,9 @@ def _template_beside(tokenizer: Tokenizer) -> str:
     folder = tokenizer.file.parent
     if (file := folder / CHAT_TEMPLATE).is_file():
         others = (folder / "additional_chat_templates").glob("tool_use.jinja")
-        named = {other.stem: read_text(other) for other in others} | {"default": read_text(file)}
+        named = {other.stem: read_text(other) for other in others} | {
+            "default": read_text(file)
+        }
     else:
         found = beside.read_beside(folder / "tokenizer_config.json").get("chat_template")
         rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
@@ -388,7 +400,9 @@ def _find_file(folder: Path, kind: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     fetch = _how_to_fetch(folder)
-    raise DataError(f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}; {fetch}")
+    raise DataError(
+        f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}; {fetch}"
+    )
 
 
 # Owners of models at the hub, by the beginning of a model's name.
@@ -408,7 +422,9 @@ _OWNERS = {
 def _how_to_fetch(path: Path) -> str:
     """Return the command that downloads a tokenizer from the hub to the folder where a job looks for it."""
     folder = path.parent if path.suffix in (".json", ".model") else path
-    owners = (owner for start, owner in _OWNERS.items() if folder.name.lower().startswith(start))
+    owners = (
+        owner for start, owner in _OWNERS.items() if folder.name.lower().startswith(start)
+    )
     repo = shlex.quote(f"{next(owners, 'OWNER')}/{folder.name}")
     where = f"--local-dir {shlex.quote(str(folder))}"
     return f"fetch it to where the job looks: hf download {repo} --include 'tokenizer*' {where}"

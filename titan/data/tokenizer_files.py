@@ -122,7 +122,9 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     write_files(contents, folder, within=run)
 
 
-def write_files(contents: Mapping[str, bytes], folder: Path, *, within: Path | None = None) -> None:
+def write_files(
+    contents: Mapping[str, bytes], folder: Path, *, within: Path | None = None
+) -> None:
     """Write the files of a tokenizer, by name, into a folder. A file that has the same content already stays untouched.
 
     Args:
@@ -148,7 +150,9 @@ def with_tokenizer(config: JobConfig, *, run: Path | None, path: str = "") -> Jo
     """
     where = tokenizer_path(config)
     if path:
-        section = TokenizerSection(name="bytes") if path == "bytes" else TokenizerSection(path=path)
+        section = (
+            TokenizerSection(name="bytes") if path == "bytes" else TokenizerSection(path=path)
+        )
     elif where and run is not None and (copy := run / FOLDER).is_dir():
         # A job may name the file itself, since its folder may have a tokenizer of another kind, too.
         named = copy / Path(where).name
@@ -194,7 +198,9 @@ def added_beside(folder: Path) -> list[tuple[str, int | None, dict[str, bool]]]:
     for number, token in added.items() if isinstance(added, dict) else ():
         content = token.get("content") if isinstance(token, dict) else None
         if not isinstance(content, str) or not re.fullmatch(r"\d{1,8}", str(number)):
-            raise DataError(f"{folder}: its files add a token without a text or an id: {number!r}")
+            raise DataError(
+                f"{folder}: its files add a token without a text or an id: {number!r}"
+            )
         # The library's default for `normalized`.
         flags = {"normalized": not token.get("special")} | token
         found.append((content, int(number), {n: bool(flags[n]) for n in _FLAGS if n in flags}))

@@ -172,7 +172,9 @@ class SplitWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
         documents, pieces = read
-        return self._shard.model_copy(update={"documents_read": documents, "pieces_read": pieces})
+        return self._shard.model_copy(
+            update={"documents_read": documents, "pieces_read": pieces}
+        )
 
 
 def write_shards(
@@ -331,7 +333,9 @@ def encode_documents(chunk: list[Piece], spec: TokenizationSpec) -> list[Encoded
         if piece.unread is not None:
             count(unread, "rows", keys)
         # The bytes of text give the compression of a shard.
-        encoded.append(EncodedPiece(np.array(framed, spec.dtype), len(piece.text.encode()), unread))
+        encoded.append(
+            EncodedPiece(np.array(framed, spec.dtype), len(piece.text.encode()), unread)
+        )
     return encoded
 
 

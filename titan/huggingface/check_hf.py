@@ -68,7 +68,9 @@ def describe(path: Path) -> dict[str, Any]:
     hooks: Any = hooks_of(name)
     unread = unread_keys(file, hf, hooks, sizes)
     has_tokenizer = bool(tokenizer_files(where))
-    if file.name == CONFIG and (is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)):
+    if file.name == CONFIG and (
+        is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)
+    ):
         problems = _problems(file.parent, name, sizes)
         with suppress(InputError):  # there is no tokenizer that titan can read
             tokenizer = tokenizer_named(where)

@@ -88,7 +88,9 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
         state: dict[str, Tensor] = {}
         for ours, shape in model.shapes.items():
             theirs = model.names.get(ours)
-            if theirs is None:  # transformers has no such tensor: its value before the first step
+            if (
+                theirs is None
+            ):  # transformers has no such tensor: its value before the first step
                 state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
                 continue
             stored_name = values_name(theirs.format(0), folder.files)
@@ -133,7 +135,9 @@ def _write_job(
     }
     (output / "config.toml").write_text(
         "# The model of the checkpoint beside this file. Lay it over a job: titan train job.toml config.toml\n"
-        + "\n".join(f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values)
+        + "\n".join(
+            f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values
+        )
     )
     return keys
 
@@ -160,10 +164,7 @@ class WriteBeside(Protocol):
         config: JobConfig,
         run: Path,
         /,
-        *,
-        what: str,
-        saved: dict[str, Any],
-        is_average: bool,
+        **about: Any,
     ) -> None:
         """Write the file.
 
@@ -171,9 +172,8 @@ class WriteBeside(Protocol):
             output: folder of the weights.
             config: the job of the run.
             run: folder of the run.
-            what: architecture, number of parameters and precision.
-            saved: what the checkpoint says of its step and tokens.
-            is_average: whether the weights are an average.
+            **about: `what`, the architecture, number of parameters and precision; `saved`, the step and tokens of the
+                checkpoint; `is_average`, whether the weights are an average.
         """
         ...
 
@@ -204,7 +204,9 @@ def to_hf(
         Messages.
     """
     check_new(output)
-    config, step = find_checkpoint(source, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    config, step = find_checkpoint(
+        source, tokenizer=tokenizer, trust_remote_code=trust_remote_code
+    )
     if average:
         require_average(step)
     opened = open_run_tokenizer(config) if reads_text(config) else None

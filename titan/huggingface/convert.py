@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from titan.checkpoint.saved_model import AVERAGE_OPTION, TOKENIZER_OPTION
 from titan.checkpoint.storage import as_location
-from titan.config.options import TRUST_OPTION, command_parser, mistake
+from titan.config.options import TRUST_OPTION, add_options, command_parser, mistake
+from titan.config.toml import table_beside
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -27,52 +27,20 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output", nargs="?", type=Path, metavar="OUT", help="a new folder")
-    parser.add_argument(
-        "--output",
-        dest="named",
-        type=Path,
-        metavar="OUT",
-        help="the same, as in other commands",
-    )
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's options."""
     parser = command_parser(
         "convert", summary="Convert Hugging Face folders to checkpoints and back."
     )
     ways = parser.add_subparsers(dest="way", required=True, metavar="{from-hf,to-hf}")
-    command = ways.add_parser("from-hf", help="make a checkpoint of safetensors and config.json")
-    command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
-    _add_output(command)
-    command.add_argument(
-        "--mtp",
-        action="store_true",
-        help="keep the modules of multi-token prediction, if the folder has them",
+    options = table_beside(__file__, "options.toml")
+    command = ways.add_parser(
+        "from-hf", help="make a checkpoint of safetensors and config.json"
     )
+    add_options(command, options["from_hf"])
     command = ways.add_parser("to-hf", help="make a folder that transformers loads")
+    add_options(command, options["to_hf"], location=as_location, size=_size)
     add = command.add_argument
-    add(
-        "source",
-        type=as_location,
-        metavar="STEP_DIR",
-        help="a step-N folder or its URL, or a run folder (its newest step)",
-    )
-    _add_output(command)
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="precision of the weights; default: as they are stored",
-    )
-    add(
-        "--max-shard-size",
-        type=_size,
-        default=5 * _UNITS["GB"],
-        metavar="SIZE",
-        help="the largest size of a file; default: 5GB",
-    )
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
     add("--average", **AVERAGE_OPTION)

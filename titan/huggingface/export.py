@@ -198,7 +198,9 @@ def require_same_model(model: HFModel) -> None:
     if others := model.hooks.differences(read, model.sizes):
         what = ", ".join(f"{key} = {getattr(model.sizes, key)}" for key in others)
         fix = ", ".join(f"{key} = {value}" for key, value in others.items())
-        raise CheckpointError(f"{model.architecture} of transformers has no {what}; it has {fix}")
+        raise CheckpointError(
+            f"{model.architecture} of transformers has no {what}; it has {fix}"
+        )
 
 
 def no_routing_bias(model: HFModel) -> str:
@@ -232,7 +234,9 @@ def whole_of(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
-def export_state(folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup) -> None:
+def export_state(
+    folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup
+) -> None:
     """Write the weights "model.<parameter>" of a running job as a folder. All ranks call this together.
 
     Raises:
@@ -319,7 +323,9 @@ def write_folder(
         group.run_on_all(lambda: [write.result() for write in writes])
         group.run_on_main(commit)
     except SaveFailed as error:
-        raise SaveFailed(f"{folder}: the Hugging Face folder was not written: {error}") from error
+        raise SaveFailed(
+            f"{folder}: the Hugging Face folder was not written: {error}"
+        ) from error
     finally:
         if group.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # after a success it has another name

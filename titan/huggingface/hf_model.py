@@ -191,7 +191,9 @@ class HFModel:
                 continue
             names = (*before.ours, ours) if before else (ours,)
             tensors[theirs] = DiskTensor(names, None, shape)
-        return tensors | {n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()}
+        return tensors | {
+            n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()
+        }
 
     def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
         """Join our tensors into their tensor on disk."""

@@ -161,13 +161,17 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[st
         # transformers selects the config's class, and so its defaults, by the type.
         if config.get("model_type") not in (None, type_ := hooks.ARCHITECTURES[architecture]):
             kind = printable(str(config["model_type"]), 80)
-            raise ValueError(f"model_type {kind} does not go with {architecture}, whose is {type_}")
+            raise ValueError(
+                f"model_type {kind} does not go with {architecture}, whose is {type_}"
+            )
         sizes = hooks.read_config(config)
         drops = not mtp and sizes.num_mtp_modules
         return name, dataclasses.replace(sizes, num_mtp_modules=0) if drops else sizes
     # The values may be of any type and size, so a family's code may raise any of these errors.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder.path / CONFIG}: {printable(str(error), 600)}") from error
+        raise CheckpointError(
+            f"{folder.path / CONFIG}: {printable(str(error), 600)}"
+        ) from error
 
 
 def require_weights_for(sizes: Any, folder: HFFolder) -> None:
@@ -416,7 +420,8 @@ def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
         for number in range(first, model.sizes.n_layers + min(extra, 100))
     }
     reasons |= {
-        name: f"it is a copy of {ours}" for name, ours in model.hooks.hf_copies(model.sizes).items()
+        name: f"it is a copy of {ours}"
+        for name, ours in model.hooks.hf_copies(model.sizes).items()
     }
     reasons |= dict.fromkeys(
         model.hooks.hf_unused(folder.config, model.sizes),

@@ -98,7 +98,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     logits_CV = of.logits_fn(input_CD)
             else:
                 logits_CV = (
-                    input_CD if weight_VD is None else torch.mm(input_CD, weight_VD.T, **into_fp32)
+                    input_CD
+                    if weight_VD is None
+                    else torch.mm(input_CD, weight_VD.T, **into_fp32)
                 )
             chunk_loss, d_logits_CV = _one_chunk(
                 logits_CV.detach(),
@@ -194,7 +196,9 @@ def _one_chunk(
         return loss, None
     # Tokens that are not valid get probabilities of exp(-inf).
     whole_lse_C = whole_lse_C.masked_fill(~is_valid_C, torch.inf)
-    return loss, kernels.gradient(state, lse_C, whole_lse_C, column_C, is_mine_C, gradient_dtype)
+    return loss, kernels.gradient(
+        state, lse_C, whole_lse_C, column_C, is_mine_C, gradient_dtype
+    )
 
 
 def _custom_chunk(
@@ -314,7 +318,9 @@ class LossSum:
             # FSDP keeps the unit of the output layer gathered after its forward pass.
             weight = self.output.get_parameter("weight")
         custom = custom or (self.custom if torch.is_grad_enabled() else None)
-        with torch.profiler.record_function("titan: loss"):  # a module's range, to `titan profile`
+        with torch.profiler.record_function(
+            "titan: loss"
+        ):  # a module's range, to `titan profile`
             return self._scaled(input, labels, scales, custom, weight)
 
     def _scaled(
@@ -338,7 +344,11 @@ class LossSum:
         num_chunks = -(-part_tokens // (self.chunk_tokens or part_tokens))
         loss = custom or partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
         # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
-        if num_chunks == 1 and shard is None and (self.kernels is None or not self.chunk_tokens):
+        if (
+            num_chunks == 1
+            and shard is None
+            and (self.kernels is None or not self.chunk_tokens)
+        ):
             linear = self.logits_fn or (lambda x: x if weight is None else F.linear(x, weight))
             return _parts(lambda x, y: loss(linear(x).float(), y), input_ND, labels_N, scales)
         is_plain = not self.chunk_tokens and weight is None and custom is None

@@ -67,7 +67,9 @@ def sum_over_vocabulary(
     # Subtract the largest before taking exponentials, as in any log-sum-exp.
     largest_C = lse_C.clone()
     dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
-    sums_2C = torch.stack([(lse_C - largest_C).exp(), torch.where(is_mine_C, target_logit_C, 0.0)])
+    sums_2C = torch.stack(
+        [(lse_C - largest_C).exp(), torch.where(is_mine_C, target_logit_C, 0.0)]
+    )
     dist.all_reduce(sums_2C, group=group)
     return largest_C + sums_2C[0].log(), sums_2C[1]
 

@@ -66,7 +66,9 @@ def digest_of(
     dtype = str(local.dtype).removeprefix("torch.")
     wide = torch.float32 if local.dtype.itemsize < 4 else torch.float64
     x = local.detach().to(wide)
-    squares = None if is_partial else torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+    squares = (
+        None if is_partial else torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+    )
     if not x.ndim:
         sums = torch.zeros(PROJECTIONS, CHUNKS, dtype=torch.float64)
         sums[:, 0] = x.item()
@@ -87,7 +89,8 @@ def _signs(indices: Tensor, place: int) -> Tensor:
     """Return the signs of indices of a dimension, (len, P): bits of a mixed number."""
     # No small multiple of one factor is one of the other: a sign of two dimensions must not be one draw.
     seeds = (
-        torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A + torch.tensor(place) * 0x2545F4914F6CDD1D
+        torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A
+        + torch.tensor(place) * 0x2545F4914F6CDD1D
     )
     return ((mixed(indices[:, None] + seeds) >> 31) & 1) * 2 - 1
 

@@ -314,9 +314,7 @@ class StepProof:
         why = f": {self.first}" if self.first else ""
         if self.verdict == ROUNDED:
             why = f" (largest difference: {self.worst:.0%} of the bound)"
-        return (
-            f"{self.step:>8,}  {self.old_loss:<10.7g}  {self.new_loss:<10.7g}  {self.verdict}{why}"
-        )
+        return f"{self.step:>8,}  {self.old_loss:<10.7g}  {self.new_loss:<10.7g}  {self.verdict}{why}"
 
 
 @dataclass(frozen=True)

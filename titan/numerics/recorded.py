@@ -87,5 +87,7 @@ def read_steps(folder: Path) -> list[RecordedStep]:
 
     steps = [read(path) for path in (folder / FOLDER).glob("step-*.json")]
     if not steps:
-        raise InputError(f"{folder} has no recorded steps: train with --debug.record_steps=1,2,3")
+        raise InputError(
+            f"{folder} has no recorded steps: train with --debug.record_steps=1,2,3"
+        )
     return sorted(steps, key=lambda step: step.step)

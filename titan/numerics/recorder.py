@@ -321,7 +321,9 @@ class Recorder:
         ]
 
 
-def _join(kind: str, name: str, parts: list[list[tuple[int, Digest]]], line: str) -> RecordedTensor:
+def _join(
+    kind: str, name: str, parts: list[list[tuple[int, Digest]]], line: str
+) -> RecordedTensor:
     """Join the parts of a tensor, of which several ranks may have copies."""
     digests: list[Digest] = []
     differing: list[list[int]] = []

@@ -75,7 +75,10 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
     before = [buffer.clone() for buffer in buffers]
     # What a rank computes itself, and what its layout makes of it.
     hooks = [
-        h for part in parts for early in (True, False) for h in hook_outputs(part, see, first=early)
+        h
+        for part in parts
+        for early in (True, False)
+        for h in hook_outputs(part, see, first=early)
     ]
     try:
         passes()

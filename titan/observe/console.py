@@ -217,7 +217,9 @@ class Console(logging.Handler):
         """Return a column for each large score."""
         scores = {"loss": row["loss_z"], "gradient norm": row["grad_norm_z"]}
         return [
-            _Column(f"{name} unusual: {z:.1f} deviations above the last steps", style="bold red")
+            _Column(
+                f"{name} unusual: {z:.1f} deviations above the last steps", style="bold red"
+            )
             for name, z in scores.items()
             if z is not None and z > LARGE_Z
         ]

@@ -24,7 +24,9 @@ def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int)
     return tokens_per_s * flops_per_token / num_ranks / 1e12
 
 
-def flops_by_dtype(config: JobConfig, sizes: Any, layers: Iterable[Conversion]) -> dict[str, float]:
+def flops_by_dtype(
+    config: JobConfig, sizes: Any, layers: Iterable[Conversion]
+) -> dict[str, float]:
     """Return the model's FLOPs per token, forward and backward, by the precision of the matmuls.
 
     Args:

@@ -22,9 +22,7 @@ from titan.config.schema import MetricsSection
 from titan.observe.columns import curves
 
 _LOG = logging.getLogger("titan")
-_AGAIN_S = (
-    60.0  # from an error of TensorBoard to the next file: a full disk would get one for each row
-)
+_AGAIN_S = 60.0  # from an error of TensorBoard to the next file: a full disk would get one for each row
 
 
 class Sink(Protocol):

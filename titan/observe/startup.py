@@ -120,7 +120,11 @@ def startup_page(
 
 
 def _model(model: Any) -> str:
-    kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
+    kv = (
+        f" sharing {model.n_kv_heads} key/value heads"
+        if model.n_kv_heads != model.n_heads
+        else ""
+    )
     # A model may have experts in all of its blocks.
     has_dense = not model.num_experts or model.n_dense_layers
     ffn = f", ffn {model.ffn_dim:,}" if has_dense else ""

@@ -36,7 +36,9 @@ class Activity:
 def where_failed(error: Exception) -> Activity:
     """Return the main thread's activity when it failed."""
     operation, line = locate(frames_of(error.__traceback__))
-    return Activity(f"{operation or 'the program'}{line}", waits=kind_of(error) in COMMUNICATION)
+    return Activity(
+        f"{operation or 'the program'}{line}", waits=kind_of(error) in COMMUNICATION
+    )
 
 
 def main_thread() -> Activity:
@@ -85,7 +87,9 @@ def dump_stacks(path: Path, title: str) -> None:
         if isinstance(error, tuple):  # Python 3.10 and 3.11: type, value and traceback
             error = error[1]
         if error is not None:
-            file.writelines(["\nThe main thread handles:\n", *traceback.format_exception(error)])
+            file.writelines(
+                ["\nThe main thread handles:\n", *traceback.format_exception(error)]
+            )
 
 
 def count_oom_kills() -> int:

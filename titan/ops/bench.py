@@ -23,7 +23,9 @@ import torch.distributed as dist
 Work = Callable[[], Any]
 
 
-def rounds_s(work: Work, device: torch.device, *, calls: int = 1, rounds: int = 5) -> list[float]:
+def rounds_s(
+    work: Work, device: torch.device, *, calls: int = 1, rounds: int = 5
+) -> list[float]:
     """Time `work` in rounds, after one round to warm up.
 
     Ranks that measure a collective together must use the same counts.

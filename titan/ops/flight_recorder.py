@@ -164,7 +164,9 @@ def dump(failure: Failure, *, stacks: bool = True, at: Activity | None = None) -
             write_text_atomically(
                 installed.path, text + "\n", durable=False, within=installed.run_dir
             )
-    with suppress(RuntimeError):  # the lock was not ours after 5 seconds, and the owner released it
+    with suppress(
+        RuntimeError
+    ):  # the lock was not ours after 5 seconds, and the owner released it
         _writing.release()
 
 

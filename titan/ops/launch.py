@@ -87,7 +87,9 @@ def launch(
             print(reason, file=sys.stderr)
         if RunFolder(run_dir).status.state == "running":
             kind = "launcher_killed"
-            write_status(run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason, kind=kind)
+            write_status(
+                run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason, kind=kind
+            )
     # The code of a run without a report: 0 or 1.
     unknown = min(abs(code), 1)
     if _version(run_dir) == before:  # status.json is of an earlier run
@@ -147,7 +149,9 @@ def torchrun(argv: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # torchrun's account of a failed rank
     oom_kills_before = count_oom_kills()
     # torchrun would replace nohup's setting by a handler that ends the run.
-    handled = os.environ.get("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
+    handled = os.environ.get("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(
+        ","
+    )
     kept = [n for n in handled if getattr(signal, n, None) not in warm_start.IGNORED]
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(kept)
     if "titan.train" in argv:
@@ -206,10 +210,14 @@ def _write_failures(
     }
     host = socket.gethostname()
     content = {"host": host, "ranks": ranks, "oom_kills": num_oom_kills}
-    run_files(run_dir).replace(f"logs/launch-{host}.json", json.dumps(content) + "\n", last=True)
+    run_files(run_dir).replace(
+        f"logs/launch-{host}.json", json.dumps(content) + "\n", last=True
+    )
     status = RunFolder(run_dir).status
     # A fault in native code outranks the reports of its peers, which lost their connection.
-    faults = {rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS}
+    faults = {
+        rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS
+    }
     # So does SIGKILL, unless torchrun has waited for that rank first.
     is_late = time.time() - status.unix_s > _PATIENCE_S
     if status.kind in COMMUNICATION and not is_late:

@@ -261,9 +261,7 @@ class Monitor:
     def _lost_store(self) -> Failure:
         # The store belongs to rank 0 or to torchrun, and is lost with that process.
         if self.peers.first.is_here():
-            reason = (
-                f"rank 0 on {self.peers.me.host} has not been heard of for {self.heartbeat_s:g} s: "
-            )
+            reason = f"rank 0 on {self.peers.me.host} has not been heard of for {self.heartbeat_s:g} s: "
             reason += why_silent(self.peers.first)
             return self._failure(reason, "rank_silent", silent=(0,))
         host, here = store_host(), self.peers.me.host

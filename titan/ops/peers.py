@@ -50,7 +50,9 @@ class Peers:
     on_failure: Callable[[Failure], None]
 
     def __post_init__(self) -> None:
-        self.beat_s = min(self.heartbeat_s / BEATS_PER_TIMEOUT or LONGEST_BEAT_S, LONGEST_BEAT_S)
+        self.beat_s = min(
+            self.heartbeat_s / BEATS_PER_TIMEOUT or LONGEST_BEAT_S, LONGEST_BEAT_S
+        )
         # `first` is rank 0, which may hold the store.
         self.me = self.first = ProcessId.this()
         self.store: Any = None
@@ -62,7 +64,9 @@ class Peers:
         """Start to exchange heartbeats. Call it when the process group exists."""
         store = connect(self.heartbeat_s)
         if store is None:
-            logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
+            logging.getLogger("titan").warning(
+                "no heartbeat: the ranks' store cannot be shared"
+            )
             return
         # Before the thread starts: peers read this rank's heartbeat as soon as they connect.
         store.set(_beat_key(self.rank), self.heartbeat_text())

@@ -137,7 +137,9 @@ class ForwardClock(SpanClock):
         return output
 
     def _end(self, block: nn.Module) -> None:
-        if block.training and self._start is not None:  # no validation, and only after a beginning
+        if (
+            block.training and self._start is not None
+        ):  # no validation, and only after a beginning
             self._add("own")
             self._start = None
 
@@ -220,7 +222,9 @@ class TimesLog:
 
     def write(self, **row: Any) -> None:
         """Add a row with time and host."""
-        self._lines.append(json.dumps(row | {"unix_s": round(time.time(), 3), "host": self.host}))
+        self._lines.append(
+            json.dumps(row | {"unix_s": round(time.time(), 3), "host": self.host})
+        )
         if time.monotonic() - self._written_s > _FLUSH_S:
             self.flush()
 

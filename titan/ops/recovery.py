@@ -145,7 +145,9 @@ class Recovery:
                 _ACTIONS[section.on_nonfinite], f"loss {loss}, gradient norm {grad_norm}"
             )
         # A score among too few losses means nothing.
-        score = spike_score(loss, self.losses) if len(self.losses) >= section.spike_min_steps else 0
+        score = (
+            spike_score(loss, self.losses) if len(self.losses) >= section.spike_min_steps else 0
+        )
         if section.on_spike == "off" or score <= section.spike_threshold:
             self.losses.append(loss)
             return StepDecision()

@@ -68,7 +68,9 @@ class StepRecovery(Hook):
         trainer, decision = self.trainer, self.recovery.decision
         if not report.has_targets and not self.is_told:
             self.is_told = True
-            trainer.announce(f"step {trainer.step}: no target to train on. NO UPDATE BY SUCH STEPS")
+            trainer.announce(
+                f"step {trainer.step}: no target to train on. NO UPDATE BY SUCH STEPS"
+            )
         if decision.action == StepAction.TRAIN:
             return
         # The loader has counted this step's samples already.
@@ -78,7 +80,9 @@ class StepRecovery(Hook):
         text = f"step {trainer.step}, {self._samples(first_sample)}: {decision.reason}"
         if decision.action == StepAction.STOP:
             loss, grad_norm = AsyncScalars([report.loss, report.grad_norm]).values()
-            self._require_finite(StepResult(trainer.step, first_sample, report, loss, grad_norm))
+            self._require_finite(
+                StepResult(trainer.step, first_sample, report, loss, grad_norm)
+            )
             raise SpikeError(f"{text}. {self._saved()}")
         done = "TRAINED ON"
         if decision.action == StepAction.SKIP:
@@ -140,7 +144,9 @@ class StepRecovery(Hook):
             return
         # The loss is a sum over ranks, so every rank is here and may communicate.
         trainer = self.trainer
-        bad = [not math.isfinite(x) for x in AsyncScalars([result.report.local_losses]).values()]
+        bad = [
+            not math.isfinite(x) for x in AsyncScalars([result.report.local_losses]).values()
+        ]
         by_rank: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(by_rank, (trainer.dp_rank, bad))
         size = trainer.phase.config.training.local_batch_size

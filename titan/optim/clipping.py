@@ -119,7 +119,9 @@ def sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(parameter, DTensor):
         return ()
     mesh, places = parameter.device_mesh, enumerate(parameter.placements)
-    return tuple(mesh.get_group(axis) for axis, place in places if not isinstance(place, Replicate))
+    return tuple(
+        mesh.get_group(axis) for axis, place in places if not isinstance(place, Replicate)
+    )
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

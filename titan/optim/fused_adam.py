@@ -90,7 +90,9 @@ class FusedAdam(Allocates, torch.optim.Adam):
             tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
             shards = [local(tensor) for tensor in tensors]
             weight, grad, *_ = shards
-            if grad.stride() != weight.stride():  # torch's kernel reads all tensors in one order
+            if (
+                grad.stride() != weight.stride()
+            ):  # torch's kernel reads all tensors in one order
                 shards[1] = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
             size = weight.numel()
             is_large = self.backend and size >= _LARGE and size % _ROW == 0
@@ -99,7 +101,9 @@ class FusedAdam(Allocates, torch.optim.Adam):
         if rest:
             shards, steps = zip(*rest, strict=True)
             weights, grads, averages, squares = map(list, zip(*shards, strict=True))
-            update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            update = (
+                torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            )
             update(
                 weights,
                 grads,
@@ -134,7 +138,9 @@ class FusedAdam(Allocates, torch.optim.Adam):
         kept = torch.full((), 1 - lr * decay * is_decoupled, device=steps.device)
         if divisor is None:
             divisor = torch.ones((), device=steps.device)
-        update = _compiled(self.backend, beta1, beta2, group["eps"], 0.0 if is_decoupled else decay)
+        update = _compiled(
+            self.backend, beta1, beta2, group["eps"], 0.0 if is_decoupled else decay
+        )
         for (shards, _), rate, root in zip(large, rates, roots, strict=True):
             rows = [shard.view(-1, _ROW) for shard in shards]
             for tensor in rows:

@@ -155,7 +155,9 @@ def build_adam(
     weight_dtypes = {p.dtype for p in named.values()}
     state_dtype = _state_dtype(section)
     # torch's kernels keep moments in the weights' precision, and round to nearest.
-    if not section.stochastic_rounding and (state_dtype is None or weight_dtypes == {state_dtype}):
+    if not section.stochastic_rounding and (
+        state_dtype is None or weight_dtypes == {state_dtype}
+    ):
         if section.implementation == "fused":
             return FusedAdam(groups, decoupled=decoupled, backend=backend, **options)
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(

@@ -43,7 +43,9 @@ def learning_rate_factor(
         total_steps: steps of the run.
         phases: phases of the run.
     """
-    changes = [phase for phase in phases if phase.section is not None and phase.section.sets_rate]
+    changes = [
+        phase for phase in phases if phase.section is not None and phase.section.sets_rate
+    ]
     firsts = [*(phase.first_step for phase in changes), total_steps + 1]
     until = min(step, firsts[0]) if changes else step
     factor = _scheduled(until, section=section, total_steps=total_steps)
@@ -114,7 +116,9 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, ranks: int) -> str:
         p.first_step == step + 1 and p.section and p.section.sets_rate
         for p in phases_of(config, world_size=ranks)
     )
-    total, own = (job.lr_scheduler.total_steps or job.training.steps for job in (before, config))
+    total, own = (
+        job.lr_scheduler.total_steps or job.training.steps for job in (before, config)
+    )
     if is_planned:
         return ""
     if math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:

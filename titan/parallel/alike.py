@@ -25,7 +25,9 @@ def require_alike_modules(model: nn.Module, *, num_ranks: int) -> None:
     """
     for name, module in model.named_modules():
         if reason := _reason(module, num_ranks):
-            raise ValueError(f"module '{canonical_name(name)}' ({type(module).__name__}) {reason}")
+            raise ValueError(
+                f"module '{canonical_name(name)}' ({type(module).__name__}) {reason}"
+            )
 
 
 def _reason(module: nn.Module, num_ranks: int) -> str:

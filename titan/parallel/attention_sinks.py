@@ -65,7 +65,9 @@ def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tenso
     return out.to(out_BHSK.dtype, copy=True), total_BHS
 
 
-def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
+def sinks_gradient(
+    grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor
+) -> Tensor:
     """Return the gradient of the sinks, (H,), from the output and the logsumexp over all keys and sinks."""
     share_BHS = (sinks_H[:, None] - lse_BHS).exp()  # the probability of the sink
     inner_BHS = (grad_BHSK.to(share_BHS.dtype) * out_BHSK).sum(-1)

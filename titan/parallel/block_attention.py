@@ -300,7 +300,9 @@ def varlen_backward(
     window = list(spec.flash_window)
     places = (ends, ends, length, length)
     options = (window == [-1, 0], state, scale, window)
-    return torch.ops.torch_attn._varlen_attn_backward(grad, q, k, v, out, lse, *places, *options)
+    return torch.ops.torch_attn._varlen_attn_backward(
+        grad, q, k, v, out, lse, *places, *options
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -330,7 +332,9 @@ def prefer_backend(name: str, device_type: str) -> None:
 
     problem = f'model.attention_backend: "{name}"'
     if compute_capability(device_type) == (0, 0):
-        raise InputError(f'{problem} is a kernel of GPUs, and this is "{device_type}"; use "auto"')
+        raise InputError(
+            f'{problem} is a kernel of GPUs, and this is "{device_type}"; use "auto"'
+        )
     if name in ("fa3", "fa4"):
         try:
             attention.activate_flash_attention_impl(name.upper())
@@ -381,7 +385,9 @@ def match_heads(
     Without the copies torch would keep S x T scores in memory.
     """
     heads = q_BHSK.shape[1]
-    if heads == k_BGTK.shape[1] or _takes_grouped_heads(q_BHSK.device.type, q_BHSK.dtype, has_mask):
+    if heads == k_BGTK.shape[1] or _takes_grouped_heads(
+        q_BHSK.device.type, q_BHSK.dtype, has_mask
+    ):
         return k_BGTK, v_BGTK
     return _expand(k_BGTK, heads), _expand(v_BGTK, heads)
 
@@ -391,7 +397,11 @@ def _takes_grouped_heads(device_type: str, dtype: torch.dtype, has_mask: bool) -
     """Return whether a fused kernel takes grouped heads, by the rules of torch's sdp_utils.cpp (2.11 to 2.15)."""
     capability, allowed = compute_capability(device_type), torch.backends.cuda
     # The memory-efficient kernel needs copies. It takes 32 and 16 bits.
-    if capability == (0, 0) or dtype == torch.float64 or not allowed.mem_efficient_sdp_enabled():
+    if (
+        capability == (0, 0)
+        or dtype == torch.float64
+        or not allowed.mem_efficient_sdp_enabled()
+    ):
         return True
     if dtype == torch.float32 or capability < (8, 0):
         return False

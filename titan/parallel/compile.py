@@ -31,7 +31,9 @@ from .torch_compat import (
 )
 from .traits import BlockTraits, blocks_in
 
-CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
+CompileMode = Literal[
+    "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"
+]
 
 
 class BackendError(UserError, ValueError):
@@ -171,7 +173,8 @@ class CompileLog:
             # torch does not name the function of a program beyond its limit.
             name = event.name or f"a part of {self.what}"
             lines = [
-                f"graph break in {name}: {_first_lines(reason)}" for reason in event.graph_breaks
+                f"graph break in {name}: {_first_lines(reason)}"
+                for reason in event.graph_breaks
             ]
             # An optimizer's update is one program for each kind of parameter, by intent.
             is_update = event.file.parent.name == "optim" or event.file.stem == "optimizer"
@@ -203,7 +206,9 @@ def _leaves_collective(module: nn.Module) -> bool:
 
     This is so if its weight is split along the dimension that a matmul or look-up sums over.
     """
-    if not isinstance(module, nn.Embedding | nn.Linear) or not isinstance(module.weight, DTensor):
+    if not isinstance(module, nn.Embedding | nn.Linear) or not isinstance(
+        module.weight, DTensor
+    ):
         return False
     return isinstance(module, nn.Embedding) or module.weight.placements == (Shard(1),)
 

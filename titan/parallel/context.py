@@ -71,7 +71,9 @@ def apply_cp(
         ValueError: the method is unknown, the model has no module of either kind, or ring or allgather may not replace a module.
     """
     if method not in get_args(Method):
-        raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
+        raise ValueError(
+            f"context parallel method {method!r}: must be one of {get_args(Method)}"
+        )
     # Functional collectives know a group by its name, which a compiler can put into a graph.
     part = sequence_part(mesh, balanced=balanced)
     attentions = [
@@ -271,7 +273,9 @@ class ContextParallelAttention(nn.Module):
         order = chunks_held(size, balanced)
         out_BHTK = _pick(out_BHTK, 2, order, len(order))
         # (C, B, H / C, S, K): C indexes parts of T before it, shares of heads after it.
-        shares = all_to_all(out_BHTK.unflatten(2, (size, -1)).movedim(2, 0), group=self.part.group)
+        shares = all_to_all(
+            out_BHTK.unflatten(2, (size, -1)).movedim(2, 0), group=self.part.group
+        )
         return shares.movedim(0, 1).flatten(1, 2)
 
 
@@ -283,7 +287,9 @@ def sequence_part(mesh: DeviceMesh, *, balanced: bool) -> SequencePart:
         balanced: the part is a head and a tail, and not contiguous.
     """
     # Functional collectives know a group by its name, which a compiler can put into a graph.
-    return SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
+    return SequencePart(
+        mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced
+    )
 
 
 def mask_over_ranks(
@@ -339,4 +345,6 @@ def _pick(tensor: Tensor, dim: int, chunks: list[int], num_chunks: int) -> Tenso
     if chunks == list(range(num_chunks)):
         return tensor
     pieces = tensor.chunk(num_chunks, dim)
-    return pieces[chunks[0]] if len(chunks) == 1 else torch.cat([pieces[c] for c in chunks], dim)
+    return (
+        pieces[chunks[0]] if len(chunks) == 1 else torch.cat([pieces[c] for c in chunks], dim)
+    )

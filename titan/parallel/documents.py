@@ -197,7 +197,9 @@ def mask_of_window(q_BHSK: Tensor, spec: AttentionSpec) -> DocumentMask:
     form = choose_form(device.type, q_BHSK.dtype)
     if form == "varlen":
         return DocumentMask(form, whole_rows(batch, length, device), length)
-    ids_BS = torch.zeros(1 if form == "dense" else batch, length, dtype=torch.int64, device=device)
+    ids_BS = torch.zeros(
+        1 if form == "dense" else batch, length, dtype=torch.int64, device=device
+    )
     return mask_of(ids_BS, form=form, specs=(spec,))
 
 
@@ -275,7 +277,9 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, **options: Any) -> Any:
+def flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, **options: Any
+) -> Any:
     """Call FlexAttention, compiled. Uncompiled, it would keep all scores in memory.
 
     On a CPU it runs uncompiled, since the compiled one has no backward pass there.

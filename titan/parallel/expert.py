@@ -57,7 +57,9 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
             the number of experts.
     """
     found = modules_of(model, moe_type)
-    dispatching: dict[str, Any] = {name: m for name, m in found.items() if is_kind(m, ExpertModule)}
+    dispatching: dict[str, Any] = {
+        name: m for name, m in found.items() if is_kind(m, ExpertModule)
+    }
     # nn.Module means any module that dispatches tokens.
     lacking = [name for name in found if name not in dispatching and moe_type is not nn.Module]
     if lacking or not dispatching:

@@ -185,7 +185,9 @@ def _output_layer(model: nn.Module) -> str:
     parts = names[-1].split(".") if names else []
     above = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
     return (
-        "" if any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in above) else ".".join(parts)
+        ""
+        if any(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in above)
+        else ".".join(parts)
     )
 
 
@@ -275,7 +277,9 @@ def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled
         compiled: blocks will be compiled.
     """
     # Equal layers of all blocks are one line.
-    kinds = Counter(dataclasses.replace(c, name=re.sub(r"\.\d+\.", ".*.", c.name)) for c in report)
+    kinds = Counter(
+        dataclasses.replace(c, name=re.sub(r"\.\d+\.", ".*.", c.name)) for c in report
+    )
     done = sum(count for kind, count in kinds.items() if not kind.kept)
     width = max((len(kind.name) for kind in kinds), default=0)
     lines = [
@@ -374,7 +378,9 @@ def quiet_torchao(*, has_kernels: bool) -> None:
     if not has_kernels:
         os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
         logging.getLogger("torchao").setLevel(logging.ERROR)  # it logs that it skips them
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's enums, deprecated
+    logging.getLogger("torch.utils._pytree").setLevel(
+        logging.ERROR
+    )  # torchao's enums, deprecated
 
 
 def _is_mx(recipe: str) -> bool:

@@ -122,7 +122,9 @@ def apply_fsdp(
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
     _check_model(model, mesh, [*encoders, *first, *blocks, *last], own=own_mesh or ())
     ends = {"encoders": encoders, "first": first, "last": last}
-    units = units_of(model, blocks, **ends, blocks_per_unit=blocks_per_unit, inside=own_mesh or ())
+    units = units_of(
+        model, blocks, **ends, blocks_per_unit=blocks_per_unit, inside=own_mesh or ()
+    )
     # A loss in chunks has done the output layer's part of the backward pass. The norm, which follows, is too short to
     # hide an all-gather of the last block.
     kept = {*last, *blocks[-kept_blocks:]}
@@ -223,7 +225,9 @@ def units_of(
             dtype, before = kinds.setdefault(unit, (parameter.dtype, name))
             if dtype != parameter.dtype:
                 dtypes = f"{before} is {dtype} and {name} {parameter.dtype}"
-                raise ValueError(f"{dtypes}, and one FSDP unit reduces both: give them one dtype")
+                raise ValueError(
+                    f"{dtypes}, and one FSDP unit reduces both: give them one dtype"
+                )
     return [unit for n, unit in enumerate(units) if n not in to_root]
 
 
@@ -386,7 +390,9 @@ def reduce_gradients(
         uneven: units that may have gradients on some ranks only: experts.
     """
     units: list[tuple[str, Any]] = [
-        (canonical_name(name), m) for name, m in model.named_modules() if isinstance(m, FSDPModule)
+        (canonical_name(name), m)
+        for name, m in model.named_modules()
+        if isinstance(m, FSDPModule)
     ]
     for _, module in units:
         if divisor == 1 and module not in alone:

@@ -154,7 +154,9 @@ def _post_backward(
     if ran and group.reduce_grads:
         is_whole, used = True, {*used, *parameters}
         ran.clear()
-    filled = [p for p in parameters if is_whole and p.sharded_param.requires_grad and not grads[p]]
+    filled = [
+        p for p in parameters if is_whole and p.sharded_param.requires_grad and not grads[p]
+    ]
     if filled or any(p.unsharded_accumulated_grad is not None for p in parameters):
         for p in parameters:
             p.accumulate_unsharded_grad_if_needed()

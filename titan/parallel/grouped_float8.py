@@ -106,7 +106,9 @@ def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tens
         raise Float8Error(
             f"grouped {recipe} needs torchao 0.18 or later ({error}): pip install 'titan-pretrain[float8]'"
         ) from error
-    return partial(_to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False)
+    return partial(
+        _to_fp8_rowwise_then_scaled_grouped_mm, pad_token_groups_for_grouped_mm=False
+    )
 
 
 class _EmulatedFloat8(torch.autograd.Function):

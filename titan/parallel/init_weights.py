@@ -100,7 +100,9 @@ def materialize(
 
 
 @torch.no_grad()
-def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Module], Any]) -> None:
+def _fill(
+    unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Module], Any]
+) -> None:
     """Fill buffers by a callback. Raise ValueError if one keeps a value that no model wants."""
 
     def buffers() -> Iterator[tuple[str, Tensor]]:

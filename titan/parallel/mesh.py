@@ -82,7 +82,9 @@ def _build(
         mesh_dim_names=tuple(degrees),
         # torch makes an axis that spans all ranks from the default group, unless it has options.
         backend_override={
-            axis: _nccl_options(nccl[axis]) for axis, n in degrees.items() if axis in nccl and n > 1
+            axis: _nccl_options(nccl[axis])
+            for axis, n in degrees.items()
+            if axis in nccl and n > 1
         },
     )
     mesh.nccl = nccl  # for the sparse mesh
@@ -111,7 +113,9 @@ def build_sparse_mesh(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
     """
     lent = axis_size(mesh, "dp_shard", "cp", "tp")
     if lent % ep:
-        raise ValueError(f"expert parallel degree {ep} does not divide dp_shard x cp x tp = {lent}")
+        raise ValueError(
+            f"expert parallel degree {ep} does not divide dp_shard x cp x tp = {lent}"
+        )
     degrees = {axis: axis_size(mesh, axis) for axis in ("pp", "dp_replicate")}
     present = {axis: n for axis, n in degrees.items() if n > 1} | {"efsdp": lent // ep}
     if ep > 1:

@@ -171,7 +171,9 @@ class _Copy:
         self, storage: torch.UntypedStorage, device: torch.device, stream: torch.Stream | None
     ) -> None:
         self.device, self.stream = device, stream
-        self.original: Any = None  # a weak reference, with a callback for the end of the storage
+        self.original: Any = (
+            None  # a weak reference, with a callback for the end of the storage
+        )
         self.on_device: Tensor | None = None
         self.ready: torch.Event | None = None
         # The whole storage as bytes, whichever views of it were saved.

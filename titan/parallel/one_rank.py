@@ -30,7 +30,9 @@ def stay_on_rank(module: nn.Module) -> None:
     """
     for group in parameter_groups(module):
         parameters = group.fsdp_params
-        if not any(p.offload_to_cpu or gathers_itself(p._sharded_local_tensor) for p in parameters):
+        if not any(
+            p.offload_to_cpu or gathers_itself(p._sharded_local_tensor) for p in parameters
+        ):
             group.wait_for_unshard = partial(_cast_weights, group, group.wait_for_unshard)
             group.post_backward = partial(_keep_gradients, group, group.post_backward)
 
@@ -64,7 +66,9 @@ def _cast_weights(group: Any, wait: Callable[[], None]) -> None:
 def _keep_gradients(group: Any, reduce: Callable[..., None], *args: Any) -> None:
     is_plain = group.gradient_divide_factor in (None, 1.0) and group._all_reduce_hook is None
     if group.reduce_grads and is_plain:
-        complete = [(p, grad) for p in group.fsdp_params if (grad := _take_gradient(p)) is not None]
+        complete = [
+            (p, grad) for p in group.fsdp_params if (grad := _take_gradient(p)) is not None
+        ]
         narrow = [(p, grad) for p, grad in complete if grad.dtype != p.orig_dtype]
         wide = [torch.empty(g.shape, dtype=p.orig_dtype, device=g.device) for p, g in narrow]
         if narrow:

@@ -74,7 +74,9 @@ class Pipeline:
         boundary: Boundary | None = None,
     ) -> None:
         expected = schedule.stages_of(mesh.get_local_rank())
-        assert sorted(stages) == expected, f"this rank has stages {expected}, not {sorted(stages)}"
+        assert sorted(stages) == expected, (
+            f"this rank has stages {expected}, not {sorted(stages)}"
+        )
         assert mesh.size() == schedule.num_ranks
         if schedule.splits_backward:
             for stage in stages.values():
@@ -154,7 +156,9 @@ class Pipeline:
         """
         count = num_microbatches or self.schedule.num_microbatches
         given = _without_none(inputs)
-        runner = self.runner("eval", input, count, inputs=given, loss_fn=loss_fn or self.loss_fn)
+        runner = self.runner(
+            "eval", input, count, inputs=given, loss_fn=loss_fn or self.loss_fn
+        )
         losses: list[Tensor] = []
         runner.eval(
             *self._args(input),
@@ -329,11 +333,15 @@ class Stage(PipelineStage):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         self._sent = kwargs["output_args"]
-        self._undo_inference = None if self._sent is not None else _remember(module, self.device)
+        self._undo_inference = (
+            None if self._sent is not None else _remember(module, self.device)
+        )
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Remove messages to the rank itself: torch 2.11 makes them at the turn of a V, and gloo cannot send them."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+        return [
+            op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()
+        ]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a microbatch. Raise ValueError if the next stage waits for an output of another shape or dtype."""

@@ -69,7 +69,11 @@ def require_no_draws(block: nn.Module, name: str) -> None:
     before: list[torch.Tensor] = []
 
     def begin(*_: object) -> None:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not detect_fake_mode():
+        if (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not detect_fake_mode()
+        ):
             before.append(torch.default_generator.get_state())
 
     def end(*_: object) -> None:
@@ -96,7 +100,11 @@ def require_own_part(model: nn.Module, mesh: DeviceMesh) -> None:
 
         def check(module: nn.Module, args: tuple[object, ...], name: str = name) -> None:
             x = args[0] if args else None
-            if module.training and isinstance(x, DTensor) and x.placements[-1:] == (Replicate(),):
+            if (
+                module.training
+                and isinstance(x, DTensor)
+                and x.placements[-1:] == (Replicate(),)
+            ):
                 raise ValueError(
                     f"module '{name}' draws random numbers for a tensor that each of the {mesh.size()} tensor-parallel ranks holds, and they would "
                     "differ: let it follow a module whose output is split, such as the last matrix of a block"

@@ -137,7 +137,9 @@ def visible(
     if sources.stop <= part.rank:
         keys = slice(0, half) if part.balanced else everything
         return [VisibleBlock(everything, keys, causal=False)]
-    return [VisibleBlock(slice(half, length), everything, causal=False)] if part.balanced else []
+    return (
+        [VisibleBlock(slice(half, length), everything, causal=False)] if part.balanced else []
+    )
 
 
 def _within_window(
@@ -196,7 +198,9 @@ def visible_keys(
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *others: Any) -> Tensor:
+    def forward(
+        ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *others: Any
+    ) -> Tensor:
         ctx.options, ids_BCS, sinks_H = others
         part, gather, scale, spec = ctx.options
         # Sums over blocks are kept in fp32 at least.

@@ -217,7 +217,9 @@ def splits_backward(name: str, *, csv: Path | str | None = None) -> bool:
         csv: the file that gives the order instead of the name.
     """
     return (
-        read_schedule(csv).splits_backward if csv else _SCHEDULES[canonical_schedule(name)].splits
+        read_schedule(csv).splits_backward
+        if csv
+        else _SCHEDULES[canonical_schedule(name)].splits
     )
 
 
@@ -239,7 +241,9 @@ def stage_numbers(
     return [rank + loop * num_ranks for loop in range(stages_per_rank)]
 
 
-def check_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatches: int) -> None:
+def check_schedule(
+    name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
+) -> None:
     """Raise SplitError for numbers that do not fit, with the nearest numbers that do.
 
     Args:
@@ -313,14 +317,18 @@ def build_schedule(
     )
 
 
-def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
+def _one_forward_one_backward(
+    stage: int, num_stages: int, num_microbatches: int
+) -> list[Action]:
     """Build 1F1B without torch, whose list (not its execution) starts the last rank at microbatch 1."""
     forward = [Action(stage, "F", m) for m in range(num_microbatches)]
     backward = [Action(stage, "B", m) for m in range(num_microbatches)]
     # A stage runs ahead by one microbatch for each stage that follows.
     ahead = num_stages - 1 - stage
     # Then one forward and one backward in turn, until the forward passes are used up.
-    steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
+    steady = [
+        action for pair in zip(forward[ahead:], backward, strict=False) for action in pair
+    ]
     return forward[:ahead] + steady + backward[num_microbatches - ahead :]
 
 
@@ -349,7 +357,9 @@ def _torch_order(
     ]
     # Built for rank 0. The class computes the orders of all ranks.
     torch_schedule = get_schedule_class(name)(stages, num_microbatches)
-    return [list(_computations(torch_schedule.pipeline_order[rank])) for rank in range(num_ranks)]
+    return [
+        list(_computations(torch_schedule.pipeline_order[rank])) for rank in range(num_ranks)
+    ]
 
 
 def _computations(actions: Iterable[Any]) -> Iterable[Action]:

@@ -93,7 +93,9 @@ def call_program(program: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         inputs: the inputs.
     """
     # torch puts a mode that checks aliasing around a program's first call, so titan's may not be the innermost mode.
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _SeesPrograms)]
+    modes = [
+        mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _SeesPrograms)
+    ]
     if _outside.depth or not modes:
         return program(inputs)
     mode = modes[-1]

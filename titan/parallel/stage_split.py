@@ -80,7 +80,9 @@ def split_stages(
     """
     custom = read_schedule(csv) if csv else None
     # Embedding and output layer count as layers here, too. The division rounds up.
-    by_layers = layers_per_stage and -(-(num_layers + first_less + last_less) // layers_per_stage)
+    by_layers = layers_per_stage and -(
+        -(num_layers + first_less + last_less) // layers_per_stage
+    )
     # The number of stages comes from the file, the named modules, the layers of each stage, or the
     # schedule's habit, in this order.
     if custom:
@@ -90,7 +92,9 @@ def split_stages(
             (custom.num_microbatches, num_microbatches, "microbatches"),
         ):
             if number != wanted:
-                raise SplitError(f"{csv} is a schedule for {number} {noun}, and there are {wanted}")
+                raise SplitError(
+                    f"{csv} is a schedule for {number} {noun}, and there are {wanted}"
+                )
         if by_layers and not modules and by_layers != num_stages:
             raise SplitError(
                 f"{csv} has {num_stages} stages, and {layers_per_stage} layers in each would make {by_layers}"

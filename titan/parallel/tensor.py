@@ -106,7 +106,9 @@ def _take_by_position(module: nn.Module) -> None:
         if args or not kwargs:
             return args, kwargs
         first = names[0] if names and names[0] in kwargs else next(iter(kwargs))
-        return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+        return (kwargs[first],), {
+            name: value for name, value in kwargs.items() if name != first
+        }
 
     module.register_forward_pre_hook(reorder, with_kwargs=True)
 
@@ -152,7 +154,9 @@ def apply_tp(
         )
     # torch's styles replace parameters. Remember the shared and the frozen ones, and restore both afterwards.
     shared = _shared_parameters(model)
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    frozen = [
+        name for name, parameter in model.named_parameters() if not parameter.requires_grad
+    ]
     for name, module in list(model.named_modules()):
         style, _, argument = style_of[name].partition(":")
         if style in (GATHER, GATHER_HEADS, GATHER_WHOLE):

@@ -89,9 +89,13 @@ class GatherSequence(ParallelStyle):
             place = next((key for key in order if isinstance(arguments.get(key), Tensor)), None)
             if place is None:
                 what = (
-                    f"argument {self.argument}" if self.argument else "tensor among the arguments"
+                    f"argument {self.argument}"
+                    if self.argument
+                    else "tensor among the arguments"
                 )
-                raise ValueError(f"{self.name} was called with no {what} that could be gathered")
+                raise ValueError(
+                    f"{self.name} was called with no {what} that could be gathered"
+                )
             x = arguments[place]
             # As a DTensor, the gradients of all layers that read it are added up before one reduce-scatter.
             x = laid_out(x, device_mesh, Shard(SEQUENCE_DIM))
@@ -367,7 +371,9 @@ def _reading(kind: Any, names: tuple[str, ...], convert: Callable[[Any], Any]) -
         finally:
             self.is_in_forward = False
 
-    own = FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__)
+    own = FunctionType(
+        forward.__code__.replace(), globals(), "forward", None, forward.__closure__
+    )
     added = {**{name: reader(name) for name in names}, "forward": own, "is_in_forward": False}
     return type(kind.__name__, (kind,), added)
 

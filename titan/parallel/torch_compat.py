@@ -131,7 +131,9 @@ def _with_random_state() -> Any:
     return functionalize_rng_ops
 
 
-def _without_random_state(joint: Any, forward: Any, backward: Any, *rest: Any) -> tuple[Any, Any]:
+def _without_random_state(
+    joint: Any, forward: Any, backward: Any, *rest: Any
+) -> tuple[Any, Any]:
     if any(map(_node_draws, joint.graph.nodes)):  # a call of F.dropout, which no module shows
         return _with_random_state()(joint, forward, backward, *rest)
     return forward, backward
@@ -170,7 +172,9 @@ def _keep_random_numbers() -> None:
 
     choose = partitioners.choose_saved_values_set
 
-    def choose_with_random_numbers(joint: Any, info: Any, memory_budget: float = 1) -> list[Any]:
+    def choose_with_random_numbers(
+        joint: Any, info: Any, memory_budget: float = 1
+    ) -> list[Any]:
         saved = choose(joint, info, memory_budget=memory_budget)
         if memory_budget == 1:
             return saved
@@ -262,7 +266,9 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
             recompile_reason=m.recompile_reason or "",
             # An analysis that begins again without a reason breaks no graph. Its reason is its class, such as
             # TensorifyScalarRestartAnalysis for a learning rate that becomes an input.
-            graph_breaks=tuple(r for r in m.restart_reasons or () if not r.startswith("<class ")),
+            graph_breaks=tuple(
+                r for r in m.restart_reasons or () if not r.startswith("<class ")
+            ),
             failure=m.fail_reason or "",
         )
         events.append(((m.compile_id, m.is_forward, m.start_time_us), event))

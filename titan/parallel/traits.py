@@ -165,7 +165,9 @@ def blocks_in(model: Any, container: str) -> tuple[Any, dict[str, Any]]:
     found = dict(modules[container].named_children()) if container in modules else {}
     if not found:
         lists = [
-            name for name, m in modules.items() if type(m).__name__ in ("ModuleList", "ModuleDict")
+            name
+            for name, m in modules.items()
+            if type(m).__name__ in ("ModuleList", "ModuleDict")
         ]
         raise ValueError(
             f"{type(model).__name__} has no blocks in `{container}`; containers of blocks are {', '.join(lists) or 'nowhere in it'}"

@@ -35,7 +35,9 @@ from titan.run.progress import RunProgress
 class Checkpointing(Hook):
     """Checkpoints of a run, due by step, by time, or because the run has to stop. All ranks save together."""
 
-    priority = 900  # a checkpoint has the columns of all hooks before it, and its own row after it
+    priority = (
+        900  # a checkpoint has the columns of all hooks before it, and its own row after it
+    )
 
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
@@ -121,7 +123,9 @@ class Checkpointing(Hook):
             self.is_due_by_time = False
             trainer = self.trainer
             final = (
-                trainer.is_stopping or trainer.changes_layout or trainer.step == trainer.last_step
+                trainer.is_stopping
+                or trainer.changes_layout
+                or trainer.step == trainer.last_step
             )
             self._save(final=final)
 
@@ -237,7 +241,9 @@ class Checkpointing(Hook):
         section, trainer = self.section, self.trainer
         # Check this before a damaged step is set aside.
         tokenizer = trainer.tokenizer
-        if tokenizer and (why := other_tokenizer(trainer.config, tokenizer, self.manager.folder)):
+        if tokenizer and (
+            why := other_tokenizer(trainer.config, tokenizer, self.manager.folder)
+        ):
             raise CheckpointError(why)
         _ = section.enable and self.text  # reads the files now, not at the first save
         path, model_only = self.manager.step_to_resume(), False
@@ -332,7 +338,9 @@ class Checkpointing(Hook):
         changes = changed_settings(saved, trainer.config, sequences=sequences)
         changes |= changed_model(metadata, trainer.config, of_training=True)
         self.changes = change_lines(changes)
-        self.jump = rate_jump(saved, trainer.config, step=trainer.step, ranks=trainer.world_size)
+        self.jump = rate_jump(
+            saved, trainer.config, step=trainer.step, ranks=trainer.world_size
+        )
         if (scale := trainer.train_step.loss_scale) is not None:
             scale.load_state_dict(metadata.get("loss_scale", {}))
         # Hooks that did not exist when the step was saved get an empty state.

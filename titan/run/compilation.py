@@ -27,7 +27,9 @@ class Compilation(Hook):
 
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
-        self._seconds = trainer.config.comm.init_timeout_seconds  # the limit at the trainer's start
+        self._seconds = (
+            trainer.config.comm.init_timeout_seconds
+        )  # the limit at the trainer's start
         section = trainer.config.compile
         if section.enable and section.backend == "inductor":
             start_compile_workers()

@@ -35,7 +35,9 @@ class Launcher(Protocol):
         """
         ...
 
-    def launch_command(self, name: str, argv: Sequence[str] | None, *, num_processes: int) -> int:
+    def launch_command(
+        self, name: str, argv: Sequence[str] | None, *, num_processes: int
+    ) -> int:
         """Run a command of titan in several processes, without its option --nproc.
 
         Args:

@@ -26,7 +26,9 @@ def load_hooks() -> dict[str, HookFactory]:
     Raises:
         InputError: titan's own hooks are not registered.
     """
-    loaded: dict[str, Any] = {entry.name: load_plug_in(entry) for entry in plug_ins("titan.hooks")}
+    loaded: dict[str, Any] = {
+        entry.name: load_plug_in(entry) for entry in plug_ins("titan.hooks")
+    }
     if "metrics" not in loaded:
         fix = f"install it again ({sys.executable} -m pip install ...)"
         raise InputError(

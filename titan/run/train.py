@@ -174,7 +174,9 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
     from titan.run.trainer import StartPoint, Trainer
 
     def build(begin: StartPoint) -> Trainer:
-        return Trainer(config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin)
+        return Trainer(
+            config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin
+        )
 
     def started() -> Trainer | None:
         return trainer if trainer and trainer.is_started else None
@@ -185,7 +187,9 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
         stop.on_stop = lambda name: _answer(name, config, started())
         stop.on_leave = lambda: _say_what_is_lost(config, started())
     else:
-        stop.on_leave = lambda: time.sleep(1)  # torchrun ends all ranks with the first that leaves
+        stop.on_leave = lambda: time.sleep(
+            1
+        )  # torchrun ends all ranks with the first that leaves
     try:
         trainer = build(StartPoint(step=step_to_continue(config)))
         while (code := trainer.run()) is None:
@@ -227,7 +231,9 @@ def _say_what_is_lost(config: JobConfig, trainer: Trainer | None) -> None:
             kept = step_to_continue(config)  # a save may be half done
     num, text = step - kept, "ended without saving"
     if num > 0:
-        steps = f"{num:,} step{'s' * (num > 1)} since step-{kept}" if kept else f"all {num:,} steps"
+        steps = (
+            f"{num:,} step{'s' * (num > 1)} since step-{kept}" if kept else f"all {num:,} steps"
+        )
         text += f": {steps} {'is' if num == 1 else 'are'} lost"
     folder = Path(config.job.dump_folder)
     write_status(folder, state="stopped", exit_code=EXIT_INTERRUPTED, step=step, reason=text)

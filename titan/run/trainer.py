@@ -179,7 +179,9 @@ class Trainer(RunProgress):
                 return
         flags = {hook: hook.flags() for hook in self.hooks}
         scalars = AsyncScalars([report.loss, report.grad_norm, self._max_over_ranks(flags)])
-        self.pending.append(StepResult(step, first_sample, report, scalars=scalars, flags=flags))
+        self.pending.append(
+            StepResult(step, first_sample, report, scalars=scalars, flags=flags)
+        )
         self.read_results(keep=self.max_pending)
         # Reading waits for the device, so only the steps that log, validate or save do it.
         if any(hook.needs_results() for hook in self.hooks):
@@ -257,7 +259,9 @@ class Trainer(RunProgress):
         config = self.config
         self.first_step = self.step + 1
         is_cpu = self.device.type == "cpu"
-        device_name = "CPU" if is_cpu else torch.get_device_module(self.device).get_device_name()
+        device_name = (
+            "CPU" if is_cpu else torch.get_device_module(self.device).get_device_name()
+        )
         name = config.hardware.name
         self.hardware = recognise(device_name) if name == "auto" else by_name(name)
         self.console = Console(config.metrics, rank=self.rank, total_steps=self.last_step)
@@ -274,7 +278,9 @@ class Trainer(RunProgress):
             if self.tokenizer is not None:
                 keep = partial(keep_tokenizer, self.tokenizer, self.run_dir)
                 self.files.attempt("tokenizer", keep, last=True)
-            write_environment(self.run_dir, device_names=[device_name], world_size=self.world_size)
+            write_environment(
+                self.run_dir, device_names=[device_name], world_size=self.world_size
+            )
         self.write_status()
         self.console.startup(
             startup_page(
@@ -297,7 +303,9 @@ class Trainer(RunProgress):
             recipe = quantize.recipe_name or "tensorwise"
             compiled, emulated = self.job.techniques.compiles_blocks, quantize.emulate
             self.console.message(
-                table(self.train_step.float8, recipe=recipe, emulated=emulated, compiled=compiled)
+                table(
+                    self.train_step.float8, recipe=recipe, emulated=emulated, compiled=compiled
+                )
             )
         if config.job.print_config:
             self.console.message(to_toml(config))
@@ -337,7 +345,9 @@ class Trainer(RunProgress):
             self.events.discard(self.step, kept=self.first_step - 1)
         if self.rank == 0:
             self.console.message(self.events.summary(), always=True)
-            write_status(self.run_dir, state=state, exit_code=code, step=self.step, reason=reason)
+            write_status(
+                self.run_dir, state=state, exit_code=code, step=self.step, reason=reason
+            )
         # The grace time may still end the process, and should then leave with this code.
         self.stop_request.exit_code = code
         return code

@@ -105,7 +105,9 @@ def _parser() -> ArgumentParser:
         action="store_true",
         help="draw the job's pipeline schedule instead, with idle time and activations in flight; needs no --hardware",
     )
-    add("--microbatches", type=positive, metavar="M", help="with --pipeline: default: the job's")
+    add(
+        "--microbatches", type=positive, metavar="M", help="with --pipeline: default: the job's"
+    )
     add(
         "--csv",
         type=Path,
@@ -236,7 +238,9 @@ def _sweep(options: Namespace, job: list[str]) -> int:
     profiles: dict[str, Profile] = {}
     for profile in map(load_profile, options.hardware.split(",")):
         if profiles.setdefault(profile.name, profile) != profile:
-            message = f"two profiles are named '{profile.name}', which results could not tell apart"
+            message = (
+                f"two profiles are named '{profile.name}', which results could not tell apart"
+            )
             raise mistake("--hardware", message)
     # Report mistakes of the job itself before thousands of variants.
     load_from_argv(job, options=known)

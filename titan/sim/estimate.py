@@ -141,7 +141,9 @@ def activation_elements(
     """
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     # The table at the top of the file: elements that tp splits, and elements that it does not.
-    split = 2 * model.dim + 2 * heads + 2 * kv_heads + _feed_forward_elements(config, model, layout)
+    split = (
+        2 * model.dim + 2 * heads + 2 * kv_heads + _feed_forward_elements(config, model, layout)
+    )
     whole = split / layout.tp + 2 * model.dim
     section = config.activation_checkpoint
     by_layer = _kept_by_layer(section, model, tp=layout.tp, whole=whole)
@@ -227,7 +229,9 @@ def _in_flight(config: JobConfig, layout: Layout) -> float:
     return min(held, num_microbatches) / num_microbatches
 
 
-def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float) -> float:
+def _logits_bytes(
+    config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float
+) -> float:
     """Return the bytes of the logits, their gradient, and one chunk in float32.
 
     The first of several stages has no logits. Logits and gradient are in the compute precision.
@@ -253,7 +257,9 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
     )
 
 
-def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
+def _unsharded_bytes(
+    config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int
+) -> float:
     """Return the bytes outside the shards when the backward pass begins.
 
     FSDP2's units are blocks and the modules at each end. Gathered (or cast) parameters: with ZeRO-3

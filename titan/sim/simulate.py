@@ -218,7 +218,9 @@ def price(
         ReplayError: the traced ranks wait for each other forever.
     """
     section, model = config.simulator, config.model.sizes
-    profile = profile.with_attention(section.attention_kernel, torch_version=section.torch_version)
+    profile = profile.with_attention(
+        section.attention_kernel, torch_version=section.torch_version
+    )
     cost = Cost(
         profile,
         Dispatch.of(model) if section.dispatch == "deepep" else None,

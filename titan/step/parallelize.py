@@ -100,7 +100,9 @@ def parallelize(
     method = _CONTEXT_METHODS[parallel.context_parallel_rotate_method]
     balanced = parallel.splits_from_both_ends
     if cp is not None and blocks:  # a pipeline stage of the embedding alone has no attention
-        apply_cp(model, mesh=cp, attention_type=InnerAttention, method=method, balanced=balanced)
+        apply_cp(
+            model, mesh=cp, attention_type=InnerAttention, method=method, balanced=balanced
+        )
     if config.data.document_mask:
         make: Callable[..., DocumentMask] = mask_of
         if cp is not None:
@@ -118,7 +120,9 @@ def parallelize(
         recipe, section = techniques.grouped
         names = modules_of(model, GroupedExperts)
         if any(part in name for name in names for part in section.fqns):
-            apply_grouped_float8(model, recipe=recipe, fqns=section.fqns, emulate=section.emulate)
+            apply_grouped_float8(
+                model, recipe=recipe, fqns=section.fqns, emulate=section.emulate
+            )
     _recompute_and_compile(
         model,
         config.activation_checkpoint,
@@ -150,7 +154,11 @@ def _lay_out_experts(
     config = job.config
     # Before FSDP, which shards the experts that a rank keeps.
     has_experts = bool(modules_of(model, ExpertModule))
-    if sparse_mesh is not None and has_experts and (ep := submesh(sparse_mesh, "ep")) is not None:
+    if (
+        sparse_mesh is not None
+        and has_experts
+        and (ep := submesh(sparse_mesh, "ep")) is not None
+    ):
         apply_ep(model, mesh=ep, moe_type=nn.Module)
     sequence = submesh(mesh, "cp", "tp", flatten=True)
     for moe in moes_of(model).values():
@@ -243,7 +251,9 @@ def _blocks_with_gradient(model: nn.Module, container: str) -> set[int]:
     cannot compile them to be recomputed.
     """
     before = _before_blocks(model.get_submodule(container.rpartition(".")[0])).values()
-    blocks = {int(name): block for name, block in model.get_submodule(container).named_children()}
+    blocks = {
+        int(name): block for name, block in model.get_submodule(container).named_children()
+    }
     is_trained = not before or any(p.requires_grad for m in before for p in m.parameters())
     found = set()
     for number, block in blocks.items():
@@ -264,7 +274,9 @@ def _encoders(model: nn.Module, embedding: str) -> list[nn.Module]:
     found = []
     for name, part in _before_blocks(model).items():
         if name != embedding and any(True for _ in part.parameters()):
-            blocks = [part.get_submodule(container).children() for container in containers_of(part)]
+            blocks = [
+                part.get_submodule(container).children() for container in containers_of(part)
+            ]
             found += [part, *chain(*blocks)]
     return found
 
@@ -343,7 +355,9 @@ def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
     def prepare(model: nn.Module, *, is_last: bool) -> None:
         reduce, all_reduce = is_last or each, is_last or at_once
         if isinstance(model, FSDPModule):
-            set_gradient_sync(model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps)
+            set_gradient_sync(
+                model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps
+            )
 
     return prepare
 

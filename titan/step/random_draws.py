@@ -51,7 +51,9 @@ class RandomDraws:
         self.seen = bool(known) and config.debug.draws
         self.is_refused = recomputes and not known
         self.before: Tensor | None = None
-        self.source: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+        self.source: Any = (
+            torch.random if device.type == "cpu" else torch.get_device_module(device)
+        )
 
     def begin(self, step: int) -> None:
         # By step, so that a resumed run draws the same; what resumes has no state to restore.

@@ -153,7 +153,8 @@ def _techniques(config: JobConfig, layout: Layout, task: Task) -> Techniques:
         # Under TP always: FSDP alone would take the maximum of a rank's shard, and the numbers would depend on the layout.
         precomputes_scales=gathers_float8
         and (
-            config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp or layout.tp > 1
+            config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
+            or layout.tp > 1
         ),
         keeps_weights={"always": False, "never": True}.get(
             parallel.fsdp_reshard_after_forward, keeps

@@ -132,7 +132,9 @@ class TrainStep:
         self.prepare_backward = backward_preparer(self.job)
         self.shape = _shape(self.config)  # of the micro-batches of this phase
         self.context = submesh(self.mesh, "cp")
-        self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
+        self.draws = RandomDraws(
+            self.config, self.model_parts, mesh=self.mesh, device=self.device
+        )
         in_fp16 = self.config.training.compute_dtype == "float16"
         self.loss_scale = LossScale() if in_fp16 else None
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
@@ -184,7 +186,9 @@ class TrainStep:
             is_last = number == len(local)
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.in_backward is not None:
-                self.in_backward.active = is_last and (targets is None or targets.values()[0] > 0)
+                self.in_backward.active = is_last and (
+                    targets is None or targets.values()[0] > 0
+                )
             losses.append(self._forward_backward(batch, divisor, is_last=is_last))
         self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
@@ -226,7 +230,9 @@ class TrainStep:
         return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
     @torch.no_grad()
-    def score(self, batches: Iterable[TensorBatch], of_rows: LossFunction, *, width: int) -> Tensor:
+    def score(
+        self, batches: Iterable[TensorBatch], of_rows: LossFunction, *, width: int
+    ) -> Tensor:
         """Return this rank's part of the figures of each sample of its batches.
 
         The parts of pipeline- and context-parallel ranks add up. All ranks pass the same number of batches, of the same shapes.
@@ -243,7 +249,9 @@ class TrainStep:
             rows = [
                 torch.cat(parts)
                 if (parts := self._forward(batch, of_rows))
-                else torch.zeros(len(batch.input), width, dtype=torch.float64, device=self.device)
+                else torch.zeros(
+                    len(batch.input), width, dtype=torch.float64, device=self.device
+                )
                 for batch in map(self.to_local, batches)
             ]
         return torch.cat(rows)

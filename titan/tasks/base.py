@@ -155,7 +155,9 @@ class Task(ABC, Generic[B]):
     def loader(self, *, rank: int, world: int, accumulation: int = 1) -> Loader:
         """Return the training data of a data-parallel rank, of `world`. Raises DataError."""
         batch = self.config.training.local_batch_size
-        return self._loader("train", ShardSpec(rank=rank, world=world, batch=batch), accumulation)
+        return self._loader(
+            "train", ShardSpec(rank=rank, world=world, batch=batch), accumulation
+        )
 
     def validation_loader(self, *, rank: int, world: int) -> Loader:
         """Return the validation data of a data-parallel rank. Raises DataError."""
@@ -197,7 +199,9 @@ class Task(ABC, Generic[B]):
             if x.is_floating_point():
                 return torch.rand(x.shape, generator=generator)
             highest = (self.sizes.vocab_size or 1) if name in batch.ALONG_SEQUENCE else 1
-            return torch.randint(highest, x.shape, generator=generator) if highest > 1 else x + 1
+            return (
+                torch.randint(highest, x.shape, generator=generator) if highest > 1 else x + 1
+            )
 
         return batch.map(draw)
 

@@ -144,7 +144,11 @@ class NextToken(Task[Batch]):
             batch.tokens_BS,
             targets,
             (batch.labels_BS != IGNORED).sum(),
-            {name: value for name in names if (value := getattr(batch, name, None)) is not None},
+            {
+                name: value
+                for name in names
+                if (value := getattr(batch, name, None)) is not None
+            },
         )
 
     def loss(

@@ -65,7 +65,9 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
         DataError: the model writes no text.
     """
     if not predicts_tokens(config):
-        raise DataError(f"{config.model.name} writes no text: --output FILE writes what it draws")
+        raise DataError(
+            f"{config.model.name} writes no text: --output FILE writes what it draws"
+        )
     opened = open_run_tokenizer(config)
     opened.begin_ids = begin_ids(opened, add_bos=config.data.add_bos)
     return opened
@@ -136,7 +138,9 @@ class Answers:
         is_first: whether this rank reads and prints.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace
+    ) -> None:
         self.tokenizer, self.batch_size = tokenizer, args.batch_size
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
         self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
@@ -276,7 +280,9 @@ def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options
     if predicts_tokens(config):
         raise DataError(f"--output: {config.model.name} writes text; leave it out")
     if is_hf_folder(step):
-        raise DataError(f"{step}: names no task, and so no pictures; give the run that trained it")
+        raise DataError(
+            f"{step}: names no task, and so no pictures; give the run that trained it"
+        )
     if dist.is_initialized():
         raise DataError(f"--nproc: {config.model.name} draws in one process; leave it out")
     if args.output.is_dir() or not args.output.absolute().parent.is_dir():

@@ -59,7 +59,9 @@ def _check(args: argparse.Namespace) -> torch.device:
         wrong.append(("--top-p", share))
     many = args.prompts or args.interactive
     if args.output and (many or args.image or args.chat):
-        fault = "draws what --prompt names: leave out --prompts, --interactive, --image and --chat"
+        fault = (
+            "draws what --prompt names: leave out --prompts, --interactive, --image and --chat"
+        )
         wrong.append(("--output", fault))
     one = "is for one text: leave out --prompts, --interactive and, with --chat, --image"
     if args.prompt and many:

@@ -180,7 +180,9 @@ class Generator:
                 inputs = inputs if recurs else {}
                 chosen = self._choose(logits_BSV[:, -1].float(), generators)
                 found = chosen.tolist()
-                has_ended = [end or t in self.stop for end, t in zip(has_ended, found, strict=True)]
+                has_ended = [
+                    end or t in self.stop for end, t in zip(has_ended, found, strict=True)
+                ]
                 if all(has_ended):
                     return
                 yield [None if end else t for end, t in zip(has_ended, found, strict=True)]
@@ -213,7 +215,8 @@ class Generator:
             left_out_BV[:, 0] = False
             p_BV = p_BV.masked_fill(left_out_BV, 0)
         drawn = [
-            torch.multinomial(p_V, 1, generator=g) for p_V, g in zip(p_BV, generators, strict=True)
+            torch.multinomial(p_V, 1, generator=g)
+            for p_V, g in zip(p_BV, generators, strict=True)
         ]
         return order_BV.gather(-1, torch.stack(drawn))[:, 0]
 

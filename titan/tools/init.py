@@ -8,11 +8,11 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
-from titan.checks.check_extension import folders
-from titan.checks.shipped import STARTER, copy, require_new
 from titan.config.options import mistake
 from titan.config.plug_ins import plug_ins
 from titan.config.schema import source_of
+from titan.tools.check_extension import folders
+from titan.tools.shipped import STARTER, copy, require_new
 
 from .tables import parser_of
 
@@ -27,7 +27,9 @@ def init(argv: list[str]) -> int:
     """
     options = parser_of("init").parse_args(argv)
     if options.vocab and (options.hf or not options.text):
-        raise mistake("--vocab", "goes with --text, and not with --hf, whose model has a tokenizer")
+        raise mistake(
+            "--vocab", "goes with --text, and not with --hf, whose model has a tokenizer"
+        )
     if options.text == "":  # of a variable that is not set
         raise mistake("--text", "names no path")
     require_new(options.file)

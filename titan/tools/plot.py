@@ -74,7 +74,9 @@ def read_metrics(file: Path) -> list[Row]:
     metrics.update()
     rows = metrics.thin.rows()
     if metrics.problem or not rows:
-        empty = "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
+        empty = (
+            "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
+        )
         raise InputError(f"{file}: {metrics.problem or empty}")
     return rows
 
@@ -182,7 +184,9 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     more = [*panels(runs)]
     figure = Figure(figsize=(10, 7.5 + 2.5 * len(more)), layout="constrained", dpi=120)
     heights = (2, *(1 for _ in more), 1)
-    upper, *between, lower = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    upper, *between, lower = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
     styles: dict[str, Style] = {}  # styles of the drawn lines, by their names in the legend
     for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
         line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours

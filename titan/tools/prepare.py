@@ -142,7 +142,9 @@ def _prepare(arguments: Namespace) -> str:
     """Write the shards, or a share of them. Return a summary."""
     share = arguments.share
     if share and share[0] > share[1]:
-        raise DataError(f"--share {share[0]} {share[1]}: shares are numbered from 1 to {share[1]}")
+        raise DataError(
+            f"--share {share[0]} {share[1]}: shares are numbered from 1 to {share[1]}"
+        )
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
     documents, folder, template = _open(arguments), arguments.output, None
     if arguments.messages_key:

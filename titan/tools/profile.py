@@ -90,7 +90,9 @@ def _spread(ranks: dict[str, dict[str, float]], num_ranks: int) -> list[str]:
 
     def span(key: str) -> str:
         values_ms = [row[key] * 1e3 for row in ranks.values()]
-        return "-".join(f"{x:,.{2 if x < 100 else 0}f}" for x in (min(values_ms), max(values_ms)))
+        return "-".join(
+            f"{x:,.{2 if x < 100 else 0}f}" for x in (min(values_ms), max(values_ms))
+        )
 
     # The rank that waits least for others, and for its host, is the rank that others wait for.
     least = min(ranks, key=lambda rank: ranks[rank]["exposed_s"] + ranks[rank]["idle_s"])

@@ -79,7 +79,9 @@ class Profiler:
         if not self.section.enable_profiling or action is ProfilerAction.NONE:
             return
         if action is not ProfilerAction.WARMUP and not self._ranges:
-            if self.device.type != "cpu":  # see the module's docstring: begin with an idle device
+            if (
+                self.device.type != "cpu"
+            ):  # see the module's docstring: begin with an idle device
                 torch.accelerator.synchronize()
             self._ranges = name_modules(self.parts)
         # The first step of this trace, or the step that a resumed run starts with.
@@ -118,7 +120,9 @@ class Profiler:
 
     def _make_profile(self, first: int) -> profile:
         """Return a profiler for the steps from `first` to the next multiple of profile_freq."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line at each start and stop
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "99"
+        )  # it prints a line at each start and stop
         activities = [ProfilerActivity.CPU]
         if self.device.type in ("cuda", "xpu"):
             activities.append(getattr(ProfilerActivity, self.device.type.upper()))

@@ -117,7 +117,9 @@ class Thin:
         """Add a row at the end. Where there are too many stretches, neighbours become one."""
         if self.count % self._size == 0:
             if len(self._stretches) == self._most:
-                for first, second in zip(self._stretches[::2], self._stretches[1::2], strict=True):
+                for first, second in zip(
+                    self._stretches[::2], self._stretches[1::2], strict=True
+                ):
                     _join(first, second)
                 self._stretches = self._stretches[::2]
                 self._size *= 2
@@ -179,7 +181,9 @@ class LineFile:
             self.problem = f"{self.tail.path.name}: {error.strerror or error}"
         self._begin_if_new()  # a file that was cut to nothing yields no lines
         if num_bad := self.num_bad + self.tail.num_long:
-            self.problem = f"{self.tail.path.name}: {num_bad:,} lines are too long, or not readable"
+            self.problem = (
+                f"{self.tail.path.name}: {num_bad:,} lines are too long, or not readable"
+            )
 
     def _begin_if_new(self) -> None:
         if self.tail.generation != self._generation:

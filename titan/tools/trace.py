@@ -142,9 +142,13 @@ def analyse(raw: Iterable[Record]) -> Report:
     is_gpu = bool(intervals)
     calls = Counter(interval.part for interval in intervals)
     if not is_gpu:
-        parts = {e: kind_of_operator(e.name, e.within, is_operator=e.is_operator) for e in events}
+        parts = {
+            e: kind_of_operator(e.name, e.within, is_operator=e.is_operator) for e in events
+        }
         outer = [e for e in events if e.parent is None or COMMUNICATION not in e.parent.within]
-        calls = Counter(parts[e] for e in outer)  # a step of a collective is not a separate call
+        calls = Counter(
+            parts[e] for e in outer
+        )  # a step of a collective is not a separate call
         intervals = [TimeRange(start, stop, parts[e], e) for e, start, stop in self_times]
     # The profiler marks each step. A trace without marks counts as one step.
     steps = [event for event in events if event.name.startswith("ProfilerStep#")]

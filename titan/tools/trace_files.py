@@ -57,7 +57,9 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
     ranks = by_step[step]
     rank = min(ranks) if rank is None else rank
     if rank not in ranks:
-        raise InputError(f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}")
+        raise InputError(
+            f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}"
+        )
     # The requested rank comes first: its tables are printed.
     return [ranks.pop(rank), *(ranks[other] for other in sorted(ranks))]
 

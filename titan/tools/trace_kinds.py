@@ -16,13 +16,17 @@ from titan.observe.step_parts import COMMUNICATION, HOST
 # Kinds of kernels and operators. The order of the checks below matters: a fused name may match several.
 _ATTENTION = re.compile(r"attention|scaled_?dot_?product|sdpa|fmha|flash", re.I)
 _COMMUNICATION = re.compile(r"nccl|^gloo:|c10d|symm_mem|multimem|(one|two)_shot", re.I)
-_GENERATED = re.compile(r"triton_(poi|red|per)_")  # inductor names loops after the fused operators
+_GENERATED = re.compile(
+    r"triton_(poi|red|per)_"
+)  # inductor names loops after the fused operators
 _GEMM = re.compile(r"gemm|gemv|nvjet|matmul|cutlass|xmma|splitk|_mm_|_mm\b|triton_tem_", re.I)
 _COPY = re.compile(r"mem(cpy|set)|copy|catarray|chunk_cat|fillfunctor|fill_kernel", re.I)
 _CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy too, to torch
 
 # Aten's operators, as whole names.
-_PRODUCT = re.compile(r"\w*mm(_\w+)?|mv|addmv|dot|\w*linear_(pointwise|unary|binary)|mkldnn_linear")
+_PRODUCT = re.compile(
+    r"\w*mm(_\w+)?|mv|addmv|dot|\w*linear_(pointwise|unary|binary)|mkldnn_linear"
+)
 _COPIES = re.compile(r"\w*copy_?(in|out)?_?|clone|(chunk_)?cat|stack|(fill|zero)_|repeat")
 # Views, allocation, and composite operators: their self time is the host's bookkeeping.
 _BOOKKEEPING = re.compile(

@@ -31,7 +31,9 @@ class Attention(nn.Module):
     def __init__(self, config: OPTConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(config.dim, config.dim) for _ in range(4)
+        )
         self.inner_attention = InnerAttention()
 
     def forward(self, x_BSD: Tensor, document_ids_BS: Tensor | None) -> Tensor:

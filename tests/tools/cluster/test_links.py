@@ -124,7 +124,9 @@ def test_a_cut_link(hosts: Hosts, tmp_path: Path, lost: int) -> None:
         ("fsdp", (1_737_984 + 344_576) / 2 + 1_737_984),
     ],
 )
-def test_bytes_on_the_wire(hosts: Hosts, tmp_path: Path, layout: str, weights_sent: float) -> None:
+def test_bytes_on_the_wire(
+    hosts: Hosts, tmp_path: Path, layout: str, weights_sent: float
+) -> None:
     """In a step a rank of two sends by an all-reduce 2 (N - 1) / N = 1 of it, by an all-gather half of it. Set-up and end are
     taken off by a shorter run."""
     settings = [

@@ -83,7 +83,9 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "--account=me",
     ]
     folder = tmp_path / "run"
-    assert main(["slurm", JOB, *options, "--training.steps=3", f"--job.dump_folder={folder}"]) == 0
+    assert (
+        main(["slurm", JOB, *options, "--training.steps=3", f"--job.dump_folder={folder}"]) == 0
+    )
     shown = capfd.readouterr()
     script = (folder / "job.sbatch").read_text()
     assert shown.out == script
@@ -319,7 +321,9 @@ def test_mistakes(
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     code = "import sys; from titan.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = ["slurm", JOB, "--nodes=2", f"--job.dump_folder={tmp_path}"]
-    subprocess.run([sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 @pytest.mark.parametrize(
@@ -331,7 +335,9 @@ def test_what_becomes_of_an_exit_code(
 ) -> None:
     script = (ROOT / "scripts/slurm/train.sbatch").read_text()
     arguments_in(script, tmp_path)  # makes the stand-ins
-    (tmp_path / "log").write_text("".join(f"titan: crash {i + 1} of job\n" for i in range(crashes)))
+    (tmp_path / "log").write_text(
+        "".join(f"titan: crash {i + 1} of job\n" for i in range(crashes))
+    )
     done = run_script(script, tmp_path, JOB, CODE=str(code), MAX_RESTARTS=str(restarts))
     asked = tmp_path / "scontrol.txt"
     assert (done.returncode, asked.exists() and asked.read_text()) == (
@@ -357,7 +363,9 @@ def test_a_lost_node_is_no_crash(
     (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{srun}\n")
     (tmp_path / "bin/sinfo").write_text(f"#!/bin/bash\necho mixed{'*' * (code == 1)}\n")
     (tmp_path / "bin/sinfo").chmod(0o755)
-    (tmp_path / "log").write_text("".join(f"titan: lost node {i}\n" for i in range(lost_before)))
+    (tmp_path / "log").write_text(
+        "".join(f"titan: lost node {i}\n" for i in range(lost_before))
+    )
     limits = {"MAX_RESTARTS": "0", "MAX_LOST_NODES": "2", "LOST_AFTER": "1"}
     assert run_script(script, tmp_path, JOB, **limits).returncode == code
     assert f"titan: {said} of job 5, on n1; MAX_LOST_NODES=2" in (tmp_path / "log").read_text()
@@ -386,7 +394,9 @@ def test_the_example_for_kubernetes() -> None:
     job_file, folder = trainer["args"]
     assert job_file == f"{mounts['job']}/job.toml"
     assert folder.startswith(f"--job.dump_folder={mounts['checkpoints']}/")
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="no kubeflow-trainer-api"
+    )
     known = models.TrainerV1alpha1TrainJob.from_dict(manifest)
     assert contains(known.to_dict(), manifest)
 
@@ -414,7 +424,9 @@ def test_the_example_for_skypilot(tmp_path: Path) -> None:
         "SKYPILOT_TASK_ID": "t",
     }
     shell = ["bash", "-c", task["run"]]
-    words = subprocess.run(shell, env=variables, capture_output=True, text=True).stdout.split("\0")
+    words = subprocess.run(shell, env=variables, capture_output=True, text=True).stdout.split(
+        "\0"
+    )
     [mount] = task["file_mounts"]
     assert words[:-1] == [
         "-m",

@@ -47,7 +47,9 @@ def test_a_signal_is_left_to_the_ranks(tmp_path: Path, whom: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
-def test_a_signal_before_there_are_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_before_there_are_ranks(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     run = Run(tmp_path / "run", program=PROGRAM)
 
     def has_handler() -> bool:  # while torch is not imported yet

@@ -213,11 +213,11 @@ def test_the_page(slurm: Slurm, tmp_path: Path) -> None:
     assert "--gpus-per-node 8" in batch and "--partition gpu" in checked
     batch = batch.replace("--gpus-per-node 8", "--gpus-per-node 2")
     checked = checked.replace("--partition gpu", "--partition low --gpus-per-node 2 --submit")
-    script = (
-        f"{batch} --job.dump_folder=outputs/on_slurm\n{checked} --job.dump_folder=outputs/checked"
-    )
+    script = f"{batch} --job.dump_folder=outputs/on_slurm\n{checked} --job.dump_folder=outputs/checked"
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    assert main(["config", "--list", "debug_model", "--output", str(tmp_path / "job.toml")]) == 0
+    assert (
+        main(["config", "--list", "debug_model", "--output", str(tmp_path / "job.toml")]) == 0
+    )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = slurm.run("bash", "-ec", script, cwd=tmp_path, PATH=path, GLOO_SOCKET_IFNAME="eth0")
     jobs = re.findall(r"Submitted batch job (\d+)", said)
@@ -242,11 +242,17 @@ def test_preflight_before_the_job(slurm: Slurm, tmp_path: Path) -> None:
     ]
     assert main(["slurm", str(job), *options, "--", "--comment=mine"]) == 0
     job.write_text("nonsense")
-    name = slurm.run("sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT, **environment())
+    name = slurm.run(
+        "sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT, **environment()
+    )
     log = folder / f"slurm-{name}.out"
     assert slurm.wait_ended(name) == "COMPLETED", log.read_text()
     said = log.read_text()
-    assert "2 nodes x 1 ranks" in said and "2 ranks on 2 hosts" in said and "dry run: first" in said
+    assert (
+        "2 nodes x 1 ranks" in said
+        and "2 ranks on 2 hosts" in said
+        and "dry run: first" in said
+    )
     assert slurm.field(name, "NumNodes") == "3" and slurm.field(name, "Comment") == "mine"
     assert logged_steps(folder) == [1, 2, 3, 4]
 

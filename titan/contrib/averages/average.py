@@ -80,7 +80,9 @@ class WeightAverage:
             self._set(weights, kept)
 
     @torch.no_grad()
-    def _set(self, weights: Sequence[Tensor], values: Iterator[Tensor] | Sequence[Tensor]) -> None:
+    def _set(
+        self, weights: Sequence[Tensor], values: Iterator[Tensor] | Sequence[Tensor]
+    ) -> None:
         for weight, value in zip(weights, values, strict=True):
             weight.copy_(value)
         reshard(self.parts)

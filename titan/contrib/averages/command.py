@@ -58,7 +58,9 @@ def average(sources: Sequence[Location], output: Path, *, weights: Sequence[floa
     steps, (config, folder, last) = [step for *_, step in found], found[-1]
     config = with_tokenizer(config, run=folder)
     require_one_tokenizer(steps)
-    shapes = {k: v for k, v in checkpoints.stored_shapes(last).items() if k.startswith("model.")}
+    shapes = {
+        k: v for k, v in checkpoints.stored_shapes(last).items() if k.startswith("model.")
+    }
     saved = checkpoints.read_metadata(last, "step", "tokens")
     metadata = {key: saved[key] for key in ("format", "step", "tokens", "text") if key in saved}
     # The folder of a job may be elsewhere.

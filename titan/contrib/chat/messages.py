@@ -57,7 +57,9 @@ def messages_of(row: Any, key: str, *, where: str) -> Messages:
         if not has_text and not (
             isinstance(content, list) and content and all(map(_is_text, content))
         ):
-            raise DataError(f"{where}: message {number} has no text as content; write {_EXAMPLE}")
+            raise DataError(
+                f"{where}: message {number} has no text as content; write {_EXAMPLE}"
+            )
     # As transformers does: templates take a missing key for null.
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
@@ -65,7 +67,9 @@ def messages_of(row: Any, key: str, *, where: str) -> Messages:
 def _is_text(part: Any) -> bool:
     """Return whether a part of a content is a text: {"type": "text", "text": "..."}."""
     return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
     )
 
 
@@ -107,7 +111,9 @@ class TakeConversation:
         chat = chat_of(row, key, where=where)
         messages = chat if isinstance(chat, list) else chat["messages"]
         if all(message["role"] != "assistant" for message in messages):
-            raise DataError(f'{where}: no message has the role "assistant", whose text is learnt')
+            raise DataError(
+                f'{where}: no message has the role "assistant", whose text is learnt'
+            )
         text = plain_text(json.dumps(chat, ensure_ascii=False), key, where=where)
         # Replace the characters that template.py uses as marks around answers.
         text = re.sub("[\ufdd0\ufdd1]", "\ufffd", text)

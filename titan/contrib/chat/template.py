@@ -120,7 +120,9 @@ class ChatTemplate:
             DataError: the tokenizer has no template.
         """
         if not tokenizer.chat_template:
-            where = f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
+            where = (
+                f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
+            )
             raise DataError(
                 f"{where} has no chat template, which conversations need: set tokenizer.chat_template to a Jinja file, or put "
                 "chat_template.jinja beside the tokenizer"
@@ -200,7 +202,9 @@ class ChatTemplate:
         messages: list[Any] = values["messages"]
 
         def render(number: int, **options: bool) -> str:
-            return self.render({**values, "messages": messages[:number]}, where=where, **options)
+            return self.render(
+                {**values, "messages": messages[:number]}, where=where, **options
+            )
 
         text = render(len(messages))
         learnt = {
@@ -250,7 +254,9 @@ class ChatTemplate:
             why = printable(str(error), 200) or type(error).__name__
             if isinstance(error, LimitError | MemoryError | RecursionError):
                 why += f" (tokenizer {self.tokenizer.file})"
-            raise DataError(f"{where}: the chat template refuses the messages: {why}") from error
+            raise DataError(
+                f"{where}: the chat template refuses the messages: {why}"
+            ) from error
 
     @cached_property
     def _takes_parts(self) -> bool:

@@ -55,7 +55,9 @@ def require_same_samples(
     ranks = range(len(rows))  # `max` takes the first of equals
     right = max(ranks, key=lambda rank: (votes[tuple(rows[rank][:-1])], rows[rank][-1]))
     pairs = zip(facts, rows[own][:-1], rows[right][:-1], strict=True)
-    if wrong := [f"{fact} {mine}, not {theirs}" for fact, mine, theirs in pairs if mine != theirs]:
+    if wrong := [
+        f"{fact} {mine}, not {theirs}" for fact, mine, theirs in pairs if mine != theirs
+    ]:
         raise GroupLeaves(
             f"{names[own]} would train other samples than {names[right]}: {', '.join(wrong)}. "
             f"{names[own]} ends; started again, it takes the state of {names[right]}"

@@ -71,7 +71,9 @@ class Healing:
             def handle(self) -> None:
                 with suppress(OSError):  # the peer has ended, or given up
                     asked = self.rfile.readline(100).strip()
-                    if secrets.compare_digest(asked.partition(b"/")[0], healing._secret.encode()):
+                    if secrets.compare_digest(
+                        asked.partition(b"/")[0], healing._secret.encode()
+                    ):
                         self._answer(asked.decode())
 
             def _answer(self, asked: str) -> None:

@@ -161,11 +161,15 @@ def processes_of_group(num_groups: int, asked: int | None) -> int:
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:
-    os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum; groups inherit this
+    os.environ.setdefault(
+        "RUST_LOG", "error"
+    )  # torchft reports every quorum; groups inherit this
     try:
         from torchft.coordination import LighthouseServer
     except ImportError:
-        raise InputError("--elastic needs torchft: pip install 'titan-pretrain[elastic]'") from None
+        raise InputError(
+            "--elastic needs torchft: pip install 'titan-pretrain[elastic]'"
+        ) from None
     return LighthouseServer(
         bind=bind,
         min_replicas=groups_of(config).min_replicas,

@@ -155,7 +155,11 @@ class Elastic(Hook):
             return
         trainer.announce(text)
         checkpointing = trainer.hook(Checkpointing)
-        if checkpointing and checkpointing.manager.can_save and trainer.saved_step != trainer.step:
+        if (
+            checkpointing
+            and checkpointing.manager.can_save
+            and trainer.saved_step != trainer.step
+        ):
             checkpointing.save_now()
 
     def _require_same(self, name: str, other: str) -> None:

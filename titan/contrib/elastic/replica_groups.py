@@ -105,7 +105,9 @@ class ReplicaGroups:
         timeout = timedelta(milliseconds=section.process_group_timeout_ms)
         self._lighthouse, route = _await_lighthouse(self._where)
         host = _host(route)
-        self.group = connect_groups(device, timeout, host=host, lighthouse=lambda: self._lighthouse)
+        self.group = connect_groups(
+            device, timeout, host=host, lighthouse=lambda: self._lighthouse
+        )
         self._healing = Healing(
             host,
             device=device,
@@ -331,7 +333,9 @@ class ReplicaGroups:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
-        if self.device.type != "cpu":  # a sum's time limit must not include kernels that still run
+        if (
+            self.device.type != "cpu"
+        ):  # a sum's time limit must not include kernels that still run
             torch.accelerator.current_stream().synchronize()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in map(local, tensors):
@@ -340,7 +344,9 @@ class ReplicaGroups:
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
+            torch._foreach_copy_(
+                bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)]
+            )
         _report_failure(self.manager, self.group.await_device)
 
     def commit(self) -> bool:
@@ -412,7 +418,9 @@ def _host(route: str) -> str:
         return "127.0.0.1"
     if route.startswith("127."):  # the lighthouse is here; others come another way
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # an address of nobody (RFC 5737); this sends nothing
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # an address of nobody (RFC 5737); this sends nothing
             route = probe.getsockname()[0]
     return socket.gethostname() if ":" in route or route.startswith("127.") else route
 

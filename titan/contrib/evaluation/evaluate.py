@@ -75,7 +75,9 @@ class EvaluateExtension:
     def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:
         """Raise DataError for a name that is no task of this package. what: why titan has not the first of them."""
 
-    def evaluate(self, scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
+    def evaluate(
+        self, scorer: Scorer, names: Sequence[str], args: Namespace
+    ) -> dict[str, float]:
         """Return the figures of tasks by name. Every rank calls this."""
         return {}
 
@@ -152,7 +154,9 @@ def find_weights(
         training = run.training.model_copy(update={"seq_len": length})
         run = run.model_copy(update={"training": training})
     else:
-        run, step = find_checkpoint(where, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+        run, step = find_checkpoint(
+            where, tokenizer=tokenizer, trust_remote_code=trust_remote_code
+        )
     require_text(run)
     # The model and its text are the run's, but not the training: one process can score a model of many ranks.
     keys = {
@@ -161,7 +165,9 @@ def find_weights(
         "data": run.data.model_dump(include={"add_bos"}),
         "training": run.training.model_dump(include={"seq_len"}),
     }
-    config = load_text(to_toml(JobConfig.model_validate(keys)), name=str(step), overrides=overrides)
+    config = load_text(
+        to_toml(JobConfig.model_validate(keys)), name=str(step), overrides=overrides
+    )
     open_run_tokenizer(config)  # before the ranks start, which takes longer
     return Weights(config, check_to_run(config, world_size=world_size), step)
 

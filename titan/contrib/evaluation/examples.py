@@ -101,8 +101,12 @@ class ExampleTask:
         right = [[], []]
         for example, of in found:
             for n, lengths in enumerate(([1] * len(of), map(len, example.choices))):
-                values = [log_p / length for (log_p, _), length in zip(of, lengths, strict=True)]
-                right[n].append(values.index(max(values)) == example.answer)  # the first of equals
+                values = [
+                    log_p / length for (log_p, _), length in zip(of, lengths, strict=True)
+                ]
+                right[n].append(
+                    values.index(max(values)) == example.answer
+                )  # the first of equals
         chance = fmean(1 / len(of) for _, of in found)
         acc, acc_norm = (Figure.mean(values, chance=chance) for values in right)
         return {"acc": acc, "acc_norm": acc_norm, "log_likelihood": log_likelihood}

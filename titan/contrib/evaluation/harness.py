@@ -58,7 +58,9 @@ class TitanLM(LM):
         )
         encode = self.scorer.encode  # as in the harness, the tokenizer's begin token is scored
         pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
-        rows = [[ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs]
+        rows = [
+            [ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs
+        ]
         scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
         return [sum(next(scores)[0] for _ in of) for of in rows]
 

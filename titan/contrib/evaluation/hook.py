@@ -74,7 +74,9 @@ class Evaluation(Hook):
                     scores = self.scorer.score(rows, batch=section.local_batch_size)
                     figures = task.figures(scores).items()
                     row |= {f"eval/{task.name}/{name}": value for name, value in figures}
-        text = ", ".join(f"{name[5:]} {value:.4f}" for name, value in row.items())  # after eval/
+        text = ", ".join(
+            f"{name[5:]} {value:.4f}" for name, value in row.items()
+        )  # after eval/
         trainer.events.write(
             "evaluation", step=trainer.step, spent=trainer.timer.total_s, text=text
         )

@@ -25,12 +25,16 @@ class LmEval(EvaluateExtension):
         add_options(parser, table_beside(__file__, "options.toml")["lm_eval"])
 
     def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:
-        require("lm_eval", purpose=f"{what}, and a task of lm-evaluation-harness", extra="evaluate")
+        require(
+            "lm_eval", purpose=f"{what}, and a task of lm-evaluation-harness", extra="evaluate"
+        )
         from .harness import check_names
 
         check_names(names, include_path=args.include_path)
 
-    def evaluate(self, scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
+    def evaluate(
+        self, scorer: Scorer, names: Sequence[str], args: Namespace
+    ) -> dict[str, float]:
         from .harness import evaluate
 
         return evaluate(scorer, names, args)

@@ -55,9 +55,7 @@ def check_task_files(config: JobConfig) -> Iterator[RuleViolation]:
         tokenizer = try_tokenizer(config) if long else None
         for answer in long:
             if tokenizer and (count := len(tokenizer.encode(answer))) > length:
-                fault = (
-                    f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
-                )
+                fault = f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
                 yield key, f"{fault}: raise that, or shorten {answer[:40]!r}..."
                 break
 

@@ -65,7 +65,9 @@ def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
         float64[B, 3]: summed log-probability of the labels in nats, the number of labels that are not the likeliest token, and the
         likeliest token in place of the last label.
     """
-    scores_B3 = torch.zeros(len(labels_BS), _WIDTH, dtype=torch.float64, device=labels_BS.device)
+    scores_B3 = torch.zeros(
+        len(labels_BS), _WIDTH, dtype=torch.float64, device=labels_BS.device
+    )
     row_N, place_N = (labels_BS != IGNORED).nonzero(as_tuple=True)
     if not (count := len(row_N)):
         return scores_B3
@@ -75,7 +77,9 @@ def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
         log_p_CV = logits_CV.log_softmax(dim=-1)
         likeliest_C = log_p_CV.argmax(dim=-1)
         log_p_2C = log_p_CV.gather(1, torch.stack([labels_C, likeliest_C], 1)).unbind(1)
-        found.append(torch.stack([log_p_2C[0], log_p_2C[0] < log_p_2C[1], likeliest_C], 1).double())
+        found.append(
+            torch.stack([log_p_2C[0], log_p_2C[0] < log_p_2C[1], likeliest_C], 1).double()
+        )
         return log_p_2C[0].sum()
 
     # Only these positions go through the output layer. Position (0, 0) fills up the last chunk.
@@ -179,7 +183,10 @@ class Scorer:
         open_prompts = list(range(len(prompts)))
         for _ in range(num_new):
             figures = self._figures(
-                [ScoredText([*(prompts[n] or self.start()), *new[n], 0], 1) for n in open_prompts],
+                [
+                    ScoredText([*(prompts[n] or self.start()), *new[n], 0], 1)
+                    for n in open_prompts
+                ],
                 batch,
             )
             for n, (*_, likeliest) in zip([*open_prompts], figures, strict=True):
@@ -217,7 +224,9 @@ class Scorer:
             for group, length in passes:
                 yield _pack([rows[n] for n in group[self.rank :: world]], batch, length)
 
-        found = step.score(batches(), self.score_rows, width=_WIDTH).view(len(passes), batch, -1)
+        found = step.score(batches(), self.score_rows, width=_WIDTH).view(
+            len(passes), batch, -1
+        )
         for (group, _), figures in zip(passes, found, strict=True):
             mine = group[self.rank :: world]
             scores[mine] = figures[: len(mine)]

@@ -33,7 +33,9 @@ def _tokens(simulation: Simulation, section: EvaluationSection) -> int:
     config, layout = simulation.config, simulation.layout
     try:
         encode = open_tokenizer(config).encode
-    except DataError:  # it may be on another machine: four characters a token, as English text has
+    except (
+        DataError
+    ):  # it may be on another machine: four characters a token, as English text has
         encode = lambda text: text[::4]  # noqa: E731
     unit, total = UNIT * layout.cp * layout.tp, 0
     for name in section.tasks:

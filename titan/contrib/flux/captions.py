@@ -9,7 +9,9 @@ import numpy as np
 from titan.data import require
 
 
-def write_page(file: Path, pixels: list[np.ndarray], found: list[str], expected: list[str]) -> None:
+def write_page(
+    file: Path, pixels: list[np.ndarray], found: list[str], expected: list[str]
+) -> None:
     """Draw pictures in four columns, each above its description.
 
     A correct description is green. A wrong description is red, with the expected text below it.

@@ -79,7 +79,9 @@ class FluxConfig(ModelSizes):
         double = 2 * ((6 + 4 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim)
         single = (3 + 3 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim
         matrices = (2 * self.n_double + n_single) * self.num_block_matrix_params
-        return matrices + self.num_modulation_params + self.n_double * double + n_single * single
+        return (
+            matrices + self.num_modulation_params + self.n_double * double + n_single * single
+        )
 
     @property
     def num_block_params(self) -> int:
@@ -109,7 +111,9 @@ class FluxConfig(ModelSizes):
             seq_len: positions of a sequence.
             causal: ignored, since attention always sees all positions.
         """
-        per_position = self.n_layers * (6 * self.num_block_matrix_params + 12 * self.dim * seq_len)
+        per_position = self.n_layers * (
+            6 * self.num_block_matrix_params + 12 * self.dim * seq_len
+        )
         return per_position + 6 * self.num_modulation_params // seq_len
 
 

@@ -41,7 +41,9 @@ class FlowSamples(Samples):
 
     num_items = 0
 
-    def __init__(self, options: FlowOptions, sizes: FluxConfig, *, split: str, seed: int) -> None:
+    def __init__(
+        self, options: FlowOptions, sizes: FluxConfig, *, split: str, seed: int
+    ) -> None:
         self.options, self.sizes, self.split, self.seed = options, sizes, split, seed
         self.shape = (options.channels, options.size, options.size)
         if options.source in _SOURCES and not options.path:
@@ -153,13 +155,19 @@ class Encoded(FlowSamples):
         shapes = self.shape, (options.context_len, sizes.context_dim), (sizes.pooled_dim,)
         self.files = []
         for latents in sorted(f for f in walk(Path(options.path)) if f.name == "latents.npy"):
-            names = [latents.with_name(f"{name}.npy") for name in ("latents", "context", "pooled")]
+            names = [
+                latents.with_name(f"{name}.npy") for name in ("latents", "context", "pooled")
+            ]
             arrays = [_read(partial(np.load, mmap_mode="r"), name) for name in names]
             for name, array, shape in zip(names, arrays, shapes, strict=True):
                 if array.shape != (len(arrays[0]), *shape):
-                    raise DataError(f"{name}: has shape {array.shape}; the job has (N, *{shape})")
+                    raise DataError(
+                        f"{name}: has shape {array.shape}; the job has (N, *{shape})"
+                    )
             self.files.append(arrays)
-        places = [(n, row) for n, arrays in enumerate(self.files) for row in range(len(arrays[0]))]
+        places = [
+            (n, row) for n, arrays in enumerate(self.files) for row in range(len(arrays[0]))
+        ]
         self.items = self.of_split(places)
         self.num_items = len(self.items)
 
@@ -175,7 +183,9 @@ class Encoded(FlowSamples):
 _SOURCES: dict[str, type[FlowSamples]] = {"pictures": PictureFolder, "encoded": Encoded}
 
 
-def open_samples(options: FlowOptions, sizes: FluxConfig, *, split: str, seed: int) -> FlowSamples:
+def open_samples(
+    options: FlowOptions, sizes: FluxConfig, *, split: str, seed: int
+) -> FlowSamples:
     """Return the dataset of a split, of titan or of a package's entry point in the group `titan.pictures`.
 
     Raises:

@@ -91,7 +91,9 @@ class FlowMatching(Task):
     def _draw(self, seed: int, split: str, number: int) -> tuple[ndarray, float, bool]:
         """Return the noise of a sample, (S, C), its time, and whether it keeps its context."""
         options = self.options
-        random = np.random.Generator(np.random.Philox(key=derive_key(seed, split, "flow", number)))
+        random = np.random.Generator(
+            np.random.Philox(key=derive_key(seed, split, "flow", number))
+        )
         shape = (options.num_patches, self.sizes.in_channels)
         noise = random.standard_normal(shape, dtype=np.float32)
         if split != "train":
@@ -113,7 +115,9 @@ class FlowMatching(Task):
 
     def describe(self) -> str:
         options = self.options
-        source = "shapes" if options.source == "shapes" else f"{options.source} of {options.path}"
+        source = (
+            "shapes" if options.source == "shapes" else f"{options.source} of {options.path}"
+        )
         size = f"{options.channels} x {options.size} x {options.size}"
         patches = f"{options.num_patches} patches of {options.patch} x {options.patch}"
         return f"{source}, {size} in {patches}, with {options.context_len} context positions"
@@ -140,7 +144,9 @@ class FlowMatching(Task):
         """Return noisy patches, and velocities with a last channel that is 1 where a sample counts."""
         time_B11 = batch.time_B[:, None, None]
         patches, noise = batch.patches_BSC, batch.noise_BSC
-        counts_BS1 = batch.valid_B[:, None, None].expand(*patches.shape[:2], 1).to(patches.dtype)
+        counts_BS1 = (
+            batch.valid_B[:, None, None].expand(*patches.shape[:2], 1).to(patches.dtype)
+        )
         inputs = {
             name: getattr(batch, name)
             for name in ("positions_BSA", "context_BTC", "pooled_BC", "time_B")
@@ -185,7 +191,9 @@ class FlowMatching(Task):
         if options.source == "encoded":  # whose encodings are all that the model knows of it
             what, count = "item that is held out", self._conditions().num_items
         if text:
-            label = names.index(text) if text in names else int(text) if text.isdecimal() else -1
+            label = (
+                names.index(text) if text in names else int(text) if text.isdecimal() else -1
+            )
             if not 0 <= label < count:
                 known = f"0 to {count - 1}" + (f" or {', '.join(names)}" if names else "")
                 raise DataError(f'--prompt "{text}": no {what}; take {known}')
@@ -252,7 +260,9 @@ class FlowMatching(Task):
             parts = [torch.empty_like(x_BSC) for _ in range(cp.size())]
             dist.all_gather(parts, x_BSC, group=cp.get_group())
             balanced = self.config.parallelism.splits_from_both_ends
-            x_BSC = unshard_sequence(torch.cat(parts, 1), dim=1, size=cp.size(), balanced=balanced)
+            x_BSC = unshard_sequence(
+                torch.cat(parts, 1), dim=1, size=cp.size(), balanced=balanced
+            )
         return x_BSC.cpu().numpy()
 
 

@@ -96,9 +96,7 @@ class FlowOptions:
             yield "options.size", f"{self.size} does not divide by the patch of {self.patch}"
         channels = self.channels * self.patch**2
         if channels != sizes.in_channels:
-            message = (
-                f"{channels} channels in a patch of {self.patch} x {self.patch} x {self.channels}"
-            )
+            message = f"{channels} channels in a patch of {self.patch} x {self.patch} x {self.channels}"
             yield "model.overrides.in_channels", f"{sizes.in_channels}; the task has {message}"
         length = self.context_len + self.num_patches
         for section in ("training", "validation"):
@@ -108,9 +106,7 @@ class FlowOptions:
         yield from self._source_problems(sizes)
         parallel = config.parallelism
         if parallel.pipeline_parallel_degree > 1:
-            reason = (
-                "its blocks need the time, which pipeline stages do not hand on; use 1, and FSDP"
-            )
+            reason = "its blocks need the time, which pipeline stages do not hand on; use 1, and FSDP"
             yield "parallelism.pipeline_parallel_degree", f"this model has no stages: {reason}"
         chunks = parallel.context_parallel_degree * (1 + parallel.splits_from_both_ends)
         for name, value in (("context_len", self.context_len), ("patches", self.num_patches)):

@@ -36,7 +36,9 @@ class FluxJudge:
             raise ValueError(f"{wrong}")
         return model.eval()
 
-    def compute(self, theirs: Any, batch: FlowBatch, local: Microbatch) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, theirs: Any, batch: FlowBatch, local: Microbatch
+    ) -> tuple[Tensor, Tensor]:
         expected_BSC = theirs(
             hidden_states=batch.patches_BSC.lerp(batch.noise_BSC, batch.time_B[:, None, None]),
             encoder_hidden_states=batch.context_BTC,

@@ -101,7 +101,9 @@ class Heads(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, (B, S, H, K) each."""
         # -1 for the number of heads: under tensor parallelism each rank holds some of them.
-        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+        )
         return self.q_norm(q), self.k_norm(k), v
 
 

@@ -23,12 +23,18 @@ class Shapes(FlowSamples):
         self.num_items = 0 if self.split == "train" else _NUM_VALIDATION
 
     def item(self, place: int) -> tuple[ndarray, ...]:
-        random = np.random.Generator(np.random.Philox(key=derive_key(self.seed, self.split, place)))
+        random = np.random.Generator(
+            np.random.Philox(key=derive_key(self.seed, self.split, place))
+        )
         label = int(random.integers(self.options.classes))
         radius, (x, y) = random.uniform(0.55, 0.8), random.uniform(-0.2, 0.2, size=2)
         size = self.options.size
-        rows, columns = np.meshgrid(*[(np.arange(size) + 0.5) * 2 / size - 1] * 2, indexing="ij")
-        distance = _distance(SHAPES[label], (columns - x) / radius, (rows - y) / radius) * radius
+        rows, columns = np.meshgrid(
+            *[(np.arange(size) + 0.5) * 2 / size - 1] * 2, indexing="ij"
+        )
+        distance = (
+            _distance(SHAPES[label], (columns - x) / radius, (rows - y) / radius) * radius
+        )
         inside = np.clip(0.5 - distance * size / 2, 0, 1)  # an edge is a pixel wide
         light = random.uniform(0.5, 1, size=(self.options.channels, 1, 1))
         return ((2 * light * inside - 1).astype(np.float32), *self.label(label))

@@ -114,7 +114,9 @@ def read_config(hf: Fields) -> LlavaConfig:
     decoder = llama3.read_config(text)
     sizes = hf_names.read_fields(vision, LlavaConfig, _VISION_FIELDS)
     hf = hf_names.renamed(hf, "image_token_id", "image_token_index")
-    token = hf_names.read_fields(hf, LlavaConfig, (("image_token", "image_token_index", 32_000),))
+    token = hf_names.read_fields(
+        hf, LlavaConfig, (("image_token", "image_token_index", 32_000),)
+    )
     fields = {name: getattr(decoder, name) for name in decoder.__dataclass_fields__}
     return LlavaConfig(**{**fields, **sizes, **token}, vision_layers=_layers_read(hf))
 
@@ -142,7 +144,9 @@ def _layers_read(hf: Fields) -> int:
     """Return the number of the encoder's blocks that run before the layer that LLaVA reads."""
     total, layer = _vision(hf)["num_hidden_layers"], hf.get("vision_feature_layer", -2)
     if not isinstance(layer, int) or not isinstance(total, int) or total > 1000:
-        raise ValueError(f"vision_feature_layer is {layer!r} of {total!r}; titan reads one layer")
+        raise ValueError(
+            f"vision_feature_layer is {layer!r} of {total!r}; titan reads one layer"
+        )
     # Layer 0 is the embedding, so there is one more layer than blocks.
     number = layer if layer >= 0 else total + 1 + layer
     if not 1 <= number <= total:

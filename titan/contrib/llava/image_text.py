@@ -196,7 +196,9 @@ class PictureSamples(Samples):
                 place = int(permute(places, length=len(self._rows), key=key)[0])
             filled = 0
             for image_PC, number in zip(images_IPC, self._rows[place], strict=False):
-                ids = self._task.document(number)[:length]  # a text that is too long loses its end
+                ids = self._task.document(number)[
+                    :length
+                ]  # a text that is too long loses its end
                 row_T[filled : filled + len(ids)] = ids
                 filled += len(ids)
                 image_PC[:] = self._task.patches(number)
@@ -227,7 +229,9 @@ class DescribePictures(NextToken):
     def document(self, number: int) -> list[int]:
         """Return the ids of a picture and its text."""
         text = self.tokenizer.encode(self.pictures.texts[number])
-        return self.special_tokens.wrap([self.sizes.image_token] * self.sizes.num_patches + text)
+        return self.special_tokens.wrap(
+            [self.sizes.image_token] * self.sizes.num_patches + text
+        )
 
     def patches(self, number: int) -> ndarray:
         """Return a picture, fp32 (P, C)."""
@@ -273,9 +277,7 @@ class DescribePictures(NextToken):
 
     def describe(self) -> str:
         tokenizer = f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens"
-        return (
-            f"{len(self.pictures.texts):,} pictures of {self.options.path}; tokenizer {tokenizer}"
-        )
+        return f"{len(self.pictures.texts):,} pictures of {self.options.path}; tokenizer {tokenizer}"
 
     def fake_batch(self) -> PictureBatch:
         text, sizes = super().fake_batch(), self.sizes
@@ -319,7 +321,9 @@ class DescribePictures(NextToken):
             DataError: the text names several pictures, or the file cannot be read.
         """
         tokenizer, token = self.tokenizer, self.sizes.image_token
-        names = [name for name, i in tokenizer.special_ids.items() if i == token and name in text]
+        names = [
+            name for name, i in tokenizer.special_ids.items() if i == token and name in text
+        ]
         if names:
             ids = tokenizer.encode_rendered(text)[0]
             if ids.count(token) != 1:

@@ -43,7 +43,9 @@ class LlavaJudge:
             raise ValueError(f"missing_keys: {', '.join(missing)}")
         return model.eval()
 
-    def compute(self, theirs: Any, batch: PictureBatch, local: Microbatch) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, theirs: Any, batch: PictureBatch, local: Microbatch
+    ) -> tuple[Tensor, Tensor]:
         # Every other sequence begins with one picture.
         patches, side = batch.images[::2, 0], theirs.config.vision_config.patch_size
         across = theirs.config.vision_config.image_size // side

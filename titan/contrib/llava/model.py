@@ -131,7 +131,9 @@ class Place(nn.Module):
         place_BS = image_BS * features_NTD.shape[1] + 1 + patch_BS
         features_BFD = features_NTD.view(len(x_BSD), -1, features_NTD.shape[-1])
         index_BSD = place_BS.clamp(min=0)[..., None].expand(-1, -1, features_BFD.shape[-1])
-        return torch.where(image_index_BS[..., None] < 0, x_BSD, features_BFD.gather(1, index_BSD))
+        return torch.where(
+            image_index_BS[..., None] < 0, x_BSD, features_BFD.gather(1, index_BSD)
+        )
 
 
 class Projector(nn.Module):

@@ -39,7 +39,9 @@ class ExpertLoads(Hook):
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer, sizes = trainer, trainer.sizes
         self.num_experts: int = sizes.num_experts
-        is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(sizes.num_blocks)]
+        is_moe = [
+            self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(sizes.num_blocks)
+        ]
         self.layers = [layer for layer, has_experts in enumerate(is_moe) if has_experts]
         self.measured: AsyncScalars | None = None
 
@@ -100,7 +102,8 @@ def load_figures(loads_LE: Tensor, bias_LE: Tensor, *, ep: int) -> dict[str, Ten
     rows_LC = loads_LE.unflatten(1, (ep, -1)).sum(-1)
     return {
         "maxvio": (loads_LE / total_L1).amax(1) * num_experts - 1,
-        "entropy": torch.special.entr(loads_LE / total_L1).sum(1) / math.log(max(num_experts, 2)),
+        "entropy": torch.special.entr(loads_LE / total_L1).sum(1)
+        / math.log(max(num_experts, 2)),
         "dead": (loads_LE == 0).sum(1),
         "bias_range": bias_LE.amax(1) - bias_LE.amin(1),
         "ep_imbalance": (rows_LC / total_L1).amax(1) * ep,

@@ -283,7 +283,9 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     if not isinstance(parameter, DTensor):
         return []
     # Axes that replicate do not split matrices.
-    axes = [i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
+    axes = [
+        i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)
+    ]
     # FSDP splits the shards of tensor parallelism; on the same dimension DTensor calls that a strided shard.
     axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
     cuts, shape = [], list(parameter.shape)

@@ -28,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
     """
-    parser = table_parser("scaling", table_beside(__file__, "commands.toml")["scaling"], size=_size)
+    parser = table_parser(
+        "scaling", table_beside(__file__, "commands.toml")["scaling"], size=_size
+    )
     parser.add_json()
     parser.add_argument("--trust-remote-code", **TRUST_OPTION)
     options = parser.parse_args(argv)
@@ -43,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     if left := runs[len(kept) :]:
         check = fit(kept, draws=options.draws)
         checked = [_predicted(check, run) for run in left]
-        lines = [f"checked: a law of the {len(kept)} smaller runs predicts the {len(left)} largest"]
+        lines = [
+            f"checked: a law of the {len(kept)} smaller runs predicts the {len(left)} largest"
+        ]
     found = fit(runs, draws=options.draws)
     wanted = [_predicted(found, Run("", n, d, 0.0)) for n, d in options.predict]
     lines += [*map(_line, checked), *_report(found), *map(_line, wanted)]
@@ -108,9 +112,7 @@ def _line(row: dict[str, Any]) -> str:
     text = f"N {row['params']:.3g}, D {row['tokens']:.3g}: loss {expected:.4f} ({low:.4f} to {high:.4f}, {LEVEL:.0%})"
     if measured:
         where = "inside" if low <= measured <= high else "OUTSIDE"
-        text += (
-            f"; measured {measured:.4f} in {row['name']}: {measured / expected - 1:+.2%}, {where}"
-        )
+        text += f"; measured {measured:.4f} in {row['name']}: {measured / expected - 1:+.2%}, {where}"
     if row["times"] > _FAR:
         text += f"; {times(row['times'])} times the largest run: the interval is {high - low:.2f} nats wide"
     return text

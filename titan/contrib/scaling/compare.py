@@ -71,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
     types = {"steps": "--training.steps={}".format, "flavor": "--model.flavor={}".format}
-    parser = table_parser("compare", table_beside(__file__, "commands.toml")["compare"], **types)
+    parser = table_parser(
+        "compare", table_beside(__file__, "commands.toml")["compare"], **types
+    )
     parser.add_json()
     parser.set_defaults(set=[])  # as a sweep without values
     options, words = parser.parse_known_args(argv)
@@ -125,7 +127,9 @@ def _train(jobs: Sequence[Sequence[str]], options: Namespace) -> int:
     words = [[*job, *options.short] for job in jobs]
     _require_different([load_from_argv(job, warn=False) for job in words], options)
     folders = [options.folder.absolute() / side for side in "ab"]
-    a, b = (sweep.prepare(job, options, folder) for job, folder in zip(words, folders, strict=True))
+    a, b = (
+        sweep.prepare(job, options, folder) for job, folder in zip(words, folders, strict=True)
+    )
     measure_of([load_config(runs[0].job) for runs in (a, b)], [options.nproc] * 2)
     # In turn, so that other work of the machine slows both.
     return sweep.run([trial for pair in zip(a, b, strict=True) for trial in pair], options)
@@ -143,7 +147,9 @@ def _require_different(configs: Sequence[JobConfig], options: Namespace) -> list
         debug = config.debug.model_copy(update={"seed": 0})
         texts.append(to_toml(config.model_copy(update={"debug": debug, "job": configs[0].job})))
     if not options.null and texts[0] == texts[1]:
-        raise InputError("A and B are the same job: change one, or see with --null what noise does")
+        raise InputError(
+            "A and B are the same job: change one, or see with --null what noise does"
+        )
     return differing_keys(*texts)
 
 
@@ -308,7 +314,9 @@ def sentence(
             f"no difference in loss found; one of {_SURE * half:.4f} {unit} would have been"
         )
     costs = [
-        _change(what, cost) for what in ("time", "GPU time", "money") if (cost := changes.get(what))
+        _change(what, cost)
+        for what in ("time", "GPU time", "money")
+        if (cost := changes.get(what))
     ]
     if costs:
         parts.append(f"so the same loss costs {' and '.join(costs)}")
@@ -320,7 +328,9 @@ def _change(what: str, ratio: Estimate) -> str:
     if max(map(abs, ratio)) < 5e-4:
         return f"the same {what}"
     if abs(ratio.value) > FAR:
-        return f"{'more than 10 times' if ratio.value > 0 else 'less than a tenth of'} the {what}"
+        return (
+            f"{'more than 10 times' if ratio.value > 0 else 'less than a tenth of'} the {what}"
+        )
     word, sign = ("more", 1) if ratio.value >= 0 else ("less", -1)
     value, *ends = (sign * 100 * math.expm1(end) for end in ratio)
     shown = [f"{end:.{int(abs(end) < 10)}f}" for end in ends]

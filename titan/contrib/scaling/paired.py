@@ -81,7 +81,9 @@ def slope_of(curves: Sequence[Curve]) -> Estimate:
         begin = bisect_right(curve[0], 0.5 * curve[0][-1])
         tokens, losses = curve[0][begin:], curve[1][begin:]
         if len(tokens) < 2:
-            raise InputError("a run has fewer than two losses in its second half: log more often")
+            raise InputError(
+                "a run has fewer than two losses in its second half: log more often"
+            )
         found.append(-linear_regression([*map(math.log, tokens)], losses).slope)
     value, low, high = mean_of(found)
     return Estimate(value * (1 + _FLATTER) / 2, low * _FLATTER, high)
@@ -104,6 +106,7 @@ def price(gap: Estimate, nats: Estimate, *, decays: bool = False) -> Estimate:
     ends = [end / slope for slope in slopes for end in gap[1:]]
     # So far from the end of the runs, the slope is not known.
     low, high = (
-        math.copysign(math.inf, end) if abs(end) > FAR else end for end in (min(ends), max(ends))
+        math.copysign(math.inf, end) if abs(end) > FAR else end
+        for end in (min(ends), max(ends))
     )
     return Estimate(gap.value / nats.value, low, high)

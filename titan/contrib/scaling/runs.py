@@ -101,7 +101,9 @@ def of_folder(folder: Path, *, granted: Sequence[str] = ()) -> tuple[Run, JobCon
     steps = steps_of(config)
     if not rows or rows[-1]["step"] < steps:
         done = rows[-1]["step"] if rows else 0
-        raise InputError(f"{folder}: step {done} of {steps}: only finished runs have a final loss")
+        raise InputError(
+            f"{folder}: step {done} of {steps}: only finished runs have a final loss"
+        )
     if not (loss := final_loss(rows)):
         raise InputError(f"{folder}: its last rows have no loss: did it diverge?")
     params, tokens = float(sizes.num_active_params), float(rows[-1]["tokens"])

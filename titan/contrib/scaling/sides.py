@@ -189,7 +189,9 @@ def measure_of(configs: Sequence[JobConfig], ranks: Sequence[int]) -> tuple[str,
 def _of_training(config: JobConfig) -> dict[str, Any]:
     """Return the settings that decide what a training loss is the mean of, but for the text."""
     keys = ("packing", "document_mask", "add_bos", "add_eos")
-    noise = {key: value for key, value in job_facts(config).items() if value and _NOISE.search(key)}
+    noise = {
+        key: value for key, value in job_facts(config).items() if value and _NOISE.search(key)
+    }
     loss = {"loss.name": config.loss.name, "loss.options": config.loss.options}
     return loss | {f"data.{key}": getattr(config.data, key) for key in keys} | noise
 

@@ -26,7 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_json()
     options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):
-        raise mistake("--report", f"takes the runs of the folder: remove {[*job, *options.set][0]}")
+        raise mistake(
+            "--report", f"takes the runs of the folder: remove {[*job, *options.set][0]}"
+        )
     if not (options.report or options.set) and options.seeds == 1:
         raise mistake("--set", "missing: nothing differs between the runs; or give --seeds")
     picture.require_option(options)

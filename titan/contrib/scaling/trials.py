@@ -88,9 +88,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
             like = f"{section}.{key if sections_with(key) else 'lr'}"
             problem = f"expected a key and its values, such as {like}=1e-3,3e-3"
         elif ",".join(found) != values:
-            problem = (
-                "a value is empty, or a bracket, brace or quote has no partner; quote such a value"
-            )
+            problem = "a value is empty, or a bracket, brace or quote has no partner; quote such a value"
         elif key in _OURS:
             problem = _OURS[key]
         elif len({*known}) < len(known):
@@ -100,7 +98,9 @@ def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
     return settings
 
 
-def combinations(settings: dict[str, list[str]], seeds: int) -> list[tuple[dict[str, str], int]]:
+def combinations(
+    settings: dict[str, list[str]], seeds: int
+) -> list[tuple[dict[str, str], int]]:
     """Return the settings and the seed of each run.
 
     Raises:

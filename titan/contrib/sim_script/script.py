@@ -78,7 +78,9 @@ class Script:
         if isinstance(built, tuple) and len(built) in (3, 4):
             parts = built[1] if isinstance(built[1], list | tuple) else [built[1]]
             optimizers = built[2] if isinstance(built[2], list | tuple) else [built[2]]
-        kinds = [(p, nn.Module) for p in parts] + [(o, torch.optim.Optimizer) for o in optimizers]
+        kinds = [(p, nn.Module) for p in parts] + [
+            (o, torch.optim.Optimizer) for o in optimizers
+        ]
         if not kinds or not callable(built[0]) or not all(isinstance(*pair) for pair in kinds):
             raise InputError(
                 f"{self.function} of {self.file} must return (step, model, optimizer) or (step, model, optimizer, tokens)"

@@ -86,10 +86,14 @@ def script_facts(simulation: StepSimulation, name: str) -> Facts:
         A dict with the fields of titan.sim.simulate.facts.
     """
     traces, step_s = [*simulation.traces.values()], simulation.timeline.step_s
-    per_s: defaultdict[str, float] = defaultdict(float)  # TFLOPs, by the dtype whose peak counts
+    per_s: defaultdict[str, float] = defaultdict(
+        float
+    )  # TFLOPs, by the dtype whose peak counts
     for event in (event for trace in traces for event in trace.step):
         if isinstance(event, Launch) and event.scope.phase in ("forward", "backward"):
-            dtype = peak_dtype(event.kernel.dtype, simulation.profile) if event.kernel.flops else ""
+            dtype = (
+                peak_dtype(event.kernel.dtype, simulation.profile) if event.kernel.flops else ""
+            )
             per_s[dtype] += event.kernel.flops / len(traces) / step_s / 1e12
     per_s.pop("", None)
     dtype = max(per_s, key=lambda key: per_s[key], default="bfloat16")

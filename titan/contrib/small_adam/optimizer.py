@@ -82,7 +82,9 @@ class SmallAdam(Allocates, torch.optim.Optimizer):
         """
         quiet_torchao(has_kernels=torch.cuda.is_available())
         # Weight decay is each group's own (titan/optim/optimizers.py).
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        super().__init__(
+            parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        )
         self.state_dtype, self.decoupled, self.seeds = state_dtype, decoupled, seeds
         self.levels = cache(_levels)
         self.update = _update_shard
@@ -120,7 +122,11 @@ class SmallAdam(Allocates, torch.optim.Optimizer):
             self.update(
                 shard,
                 local(parameter.grad).contiguous().view(-1),
-                {name: local(value).view(-1) for name, value in state.items() if name != "step"},
+                {
+                    name: local(value).view(-1)
+                    for name, value in state.items()
+                    if name != "step"
+                },
                 None if MOMENTS[0] in state else self.levels(shard.device),
                 step=step,
                 lr=torch.tensor(group["lr"]),  # a number would be compiled in
@@ -163,7 +169,8 @@ def _levels(device: torch.device) -> dict[str, Tensor]:
     from torchao.optim.quant_utils import create_dynamic_map
 
     return {
-        name: torch.tensor(create_dynamic_map(name == "exp_avg"), device=device) for name in MOMENTS
+        name: torch.tensor(create_dynamic_map(name == "exp_avg"), device=device)
+        for name in MOMENTS
     }
 
 
@@ -171,7 +178,9 @@ def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
     """Return fp32 zeros, one for each block of each row, laid out like the parameter."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
     mine = local(parameter)
-    assert mine.shape[-1] % block == 0, "rules.py refuses tensor parallel degrees that cut a block"
+    assert mine.shape[-1] % block == 0, (
+        "rules.py refuses tensor parallel degrees that cut a block"
+    )
     zeros = torch.zeros(*mine.shape[:-1], mine.shape[-1] // block, device=mine.device)
     if not isinstance(parameter, DTensor):
         return zeros
@@ -185,4 +194,6 @@ def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
         shape=torch.Size(shape),
         stride=strides,
     )
-    return placed.to(parameter.device)  # of offloaded parameters, from_local takes it to the mesh's
+    return placed.to(
+        parameter.device
+    )  # of offloaded parameters, from_local takes it to the mesh's

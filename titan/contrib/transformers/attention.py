@@ -163,7 +163,9 @@ def _record(
     name = _name(module)
     require_known("attention", name, rest, others)
     if dropout:
-        raise UnsupportedModelError(f"{name} has attention dropout: set it to 0 in model.overrides")
+        raise UnsupportedModelError(
+            f"{name} has attention dropout: set it to 0 in model.overrides"
+        )
     if q_BHSK.shape[1] % k_BGSK.shape[1]:
         heads = f"{q_BHSK.shape[1]} query heads, and {k_BGSK.shape[1]} for keys and values"
         raise UnsupportedModelError(f"{name} has {heads}, which do not divide them")
@@ -239,7 +241,9 @@ def spec_of(sees: Callable[..., Any]) -> tuple[bool, int]:
         window = near + 1 if is_seen(_FAR, _FAR - 1) else 1
     # Pairs at all distances near each other and near the window's edge, at several places.
     at = torch.cat([torch.arange(64), torch.arange(_FAR // 2 - 32, _FAR // 2 + 32)])
-    by = torch.cat([torch.arange(-64, 65), window + torch.arange(-2, 3), 2 ** torch.arange(7, 18)])
+    by = torch.cat(
+        [torch.arange(-64, 65), window + torch.arange(-2, 3), 2 ** torch.arange(7, 18)]
+    )
     query, key = at[:, None].expand(-1, len(by)), at[:, None] - by
     inside = key >= 0
     distance = (query - key)[inside]

@@ -131,7 +131,9 @@ class _Inits(TorchDispatchMode):
         super().__init__()
         self.std: dict[int, Init] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, values = func.overloadpacket._qualified_op_name.partition("::")[2], [*args[1:]]
         values += (kwargs or {}).values()
         numbers = [v for v in values if isinstance(v, (int, float))]

@@ -92,7 +92,9 @@ class TransformersConfig(MoEConfig):
     def facts(self) -> dict[str, Any]:
         """Return the fields of config.json that decide what the model computes."""
         content = json.loads(self.source.hf)
-        return {k: v for k, v in content.items() if k not in NOTES and not k.endswith("_token_id")}
+        return {
+            k: v for k, v in content.items() if k not in NOTES and not k.endswith("_token_id")
+        }
 
     @property
     def last_modules(self) -> tuple[str, ...]:
@@ -102,7 +104,9 @@ class TransformersConfig(MoEConfig):
     @property
     def fixes_positions(self) -> bool:
         """Return whether max_position_embeddings decides what the model computes."""
-        return bool(self.table_positions or "longrope" in rope_types(json.loads(self.source.hf)))
+        return bool(
+            self.table_positions or "longrope" in rope_types(json.loads(self.source.hf))
+        )
 
     def window_of(self, layer: int) -> int:
         """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""

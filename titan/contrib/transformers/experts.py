@@ -97,7 +97,9 @@ def traits_of_experts(block: nn.Module) -> BlockTraits:
         if is_kind(module, ExpertModule):
             parent = path.rpartition(".")[0]
             beside = [
-                name for name, m in block.get_submodule(parent).named_children() if m is not module
+                name
+                for name, m in block.get_submodule(parent).named_children()
+                if m is not module
             ]
             compiled += [f"{parent}.{name}.forward" for name in beside if parent]
             recomputed += [f"{path}.grouped", f"{path}.combine"]

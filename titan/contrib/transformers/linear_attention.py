@@ -45,7 +45,9 @@ class LinearAttention(Bordered):
         """Raise ValueError if `chunk` is not a power of two."""
         super().__init__()
         if chunk < 1 or chunk & (chunk - 1):
-            raise ValueError(f"a chunk of {chunk} positions: must be a power of two, such as 64")
+            raise ValueError(
+                f"a chunk of {chunk} positions: must be a power of two, such as 64"
+            )
         self.scale = scale
         self.chunk = chunk
 
@@ -222,7 +224,9 @@ def _decayed_products(rows: Tensor, keys: Tensor, gates: Tensor) -> Tensor:
     # Decays differ by channel. From the first half to the second, each is that to the middle times that from there.
     rows, keys, gates = (x.unflatten(-2, (2, -1)) for x in (rows, keys, gates))
     to_middle, from_middle = _sum_after(gates[..., 0, :, :]), gates[..., 1, :, :].cumsum(dim=-2)
-    across = (rows[..., 1, :, :] * from_middle.exp()) @ (keys[..., 0, :, :] * to_middle.exp()).mT
+    across = (rows[..., 1, :, :] * from_middle.exp()) @ (
+        keys[..., 0, :, :] * to_middle.exp()
+    ).mT
     first, second = _decayed_products(rows, keys, gates).unbind(dim=-3)
     top = torch.cat([first, torch.zeros_like(across)], dim=-1)
     return torch.cat([top, torch.cat([across, second], dim=-1)], dim=-2)

@@ -51,7 +51,9 @@ def is_installed() -> bool:
     # Its backward pass is wrong on Hopper with these versions of Triton, and it raises an error there (its issue 640).
     is_refused = (
         compute_capability("cuda")[0] == 9
-        and (3, 4) <= (triton := tuple(map(int, re.findall(r"\d+", version("triton"))))) < (3, 7, 1)
+        and (3, 4)
+        <= (triton := tuple(map(int, re.findall(r"\d+", version("triton")))))
+        < (3, 7, 1)
         and find_spec("tilelang") is None
     )
     if is_refused:

@@ -96,7 +96,9 @@ class TransformersModel(nn.Module):
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
         hf.config._attn_implementation = attention.RUN
 
-    def _try_heads(self, probe: list[Part], given: dict[str, str]) -> tuple[dict[str, str], str]:
+    def _try_heads(
+        self, probe: list[Part], given: dict[str, str]
+    ) -> tuple[dict[str, str], str]:
         """Return the tensor-parallel plan, and why there is none, or "".
 
         Code that does not run with a part of the heads gets all of them, as from a fused matrix.
@@ -345,5 +347,7 @@ def _table_positions(model: TransformersModel) -> int:
     # Some tables have rows for padding before the first position.
     lengths = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     lengths -= {model.tok_embeddings.num_embeddings}  # pyrefly: ignore[missing-attribute]
-    lengths |= {length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape}
+    lengths |= {
+        length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape
+    }
     return limit if lengths & {*range(limit, limit + 8)} else 0

@@ -107,7 +107,9 @@ def _near(word: str, known: list[str]) -> str:
 class _Plan:
     """Derivation of one model's plan."""
 
-    def __init__(self, model: Any, parts: list[Part], given: Styles, *, whole_heads: bool) -> None:
+    def __init__(
+        self, model: Any, parts: list[Part], given: Styles, *, whole_heads: bool
+    ) -> None:
         self.model, self.given, self.whole_heads = model, given, whole_heads
         self.parts = {part.name: part for part in parts}
         own = getattr(model.base, "_tp_plan", None)
@@ -159,7 +161,9 @@ class _Plan:
         self.found[name] = style
 
     def _their_style(self, name: str) -> str:
-        found = next((s for pattern, s in self.theirs.items() if fnmatchcase(name, pattern)), "")
+        found = next(
+            (s for pattern, s in self.theirs.items() if fnmatchcase(name, pattern)), ""
+        )
         parent, _, leaf = name.rpartition(".")
         if found or any(pattern.startswith(f"{_star(parent)}.") for pattern in self.theirs):
             return found
@@ -191,7 +195,9 @@ class _Plan:
         elif isinstance(module, nn.Linear) and style in (*COLUMNS, *ROWS):
             # A feed-forward layer whose matrices are the block's own children.
             self._put(name, "gather_colwise" if style in COLUMNS else "rowwise")
-        elif attention.attention or any(self._their_style(n) in (*COLUMNS, *ROWS) for n in inside):
+        elif attention.attention or any(
+            self._their_style(n) in (*COLUMNS, *ROWS) for n in inside
+        ):
             self._region(name, inside, attention)
         elif any(isinstance(m, nn.modules.conv._ConvNd) for m in inside.values()):
             self._put(name, None)
@@ -241,7 +247,9 @@ class _Plan:
             raise _Underivable(
                 f"transformers names no plan for {name} ({type(own.module).__name__}); [model.plan] may"
             )
-        linear = {n: self._their_style(n) for n, m in inside.items() if isinstance(m, nn.Linear)}
+        linear = {
+            n: self._their_style(n) for n, m in inside.items() if isinstance(m, nn.Linear)
+        }
         columns = {n for n, style in linear.items() if style in COLUMNS}
         rows = {n for n, style in linear.items() if style in ROWS}
         # Of a fused matrix, a rank's columns would be parts of different things.
@@ -253,7 +261,9 @@ class _Plan:
         else:  # their plan may say more than the cuts
             is_fused |= any(self._their_style(n) == "colwise_gather_output" for n in inside)
         number = (
-            f":{call.kv_heads}" if call and call.kv_heads != self.model.config.n_kv_heads else ""
+            f":{call.kv_heads}"
+            if call and call.kv_heads != self.model.config.n_kv_heads
+            else ""
         )
         gather = "gather_whole" if is_fused else "gather_heads"
         self._put(name, gather if own_parameters else "gather_input")

@@ -44,7 +44,9 @@ class Watch(TorchDispatchMode):
         self.parts, self.where, self.convolves = parts, "", ""
         self.flows = Flows()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not self.where:
             last = [*self.parts.values()][-1]
             if not isinstance(last.module, nn.modules.dropout._DropoutNd):
@@ -160,9 +162,7 @@ def fails(model: Any, first: list[str]) -> str:
             model(torch.zeros(shape, dtype=dtype, device="meta"))
     except Exception as error:
         text = " ".join(str(error).split())[:100]
-        return (
-            f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
-        )
+        return f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
     return ""
 
 
@@ -177,7 +177,9 @@ def fails_in_parts(model: Any, plan: dict[str, str]) -> str:
         return output[..., : output.shape[-1] // 2]
 
     def whole(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-        weight = next(module.parameters())  # (outputs, inputs) of a matrix, (channels,) of a norm
+        weight = next(
+            module.parameters()
+        )  # (outputs, inputs) of a matrix, (channels,) of a norm
         return F.pad(args[0], (0, weight.shape[-1] - args[0].shape[-1]))
 
     handles = []

@@ -90,7 +90,9 @@ def _convolve(
         layer, takes_documents=document_ids_BS is not None, reach=weight_DW.shape[-1] - 1
     )
     x_BSD, borders = hidden_BDS.transpose(1, 2).to(weight_DW.dtype), layer.recurrence.borders
-    out_BSD = short_convolution(x_BSD, weight_DW, bias_D, borders, document_ids_BS=document_ids_BS)
+    out_BSD = short_convolution(
+        x_BSD, weight_DW, bias_D, borders, document_ids_BS=document_ids_BS
+    )
     if activation is not None:
         out_BSD = ACT2FN[activation](out_BSD)
     return out_BSD.transpose(1, 2).to(hidden_BDS.dtype)

@@ -228,7 +228,9 @@ def _merged(fields: Fields, changes: Fields, config: Any, table: str = "") -> Fi
         )
         if key not in known and not is_field:
             where = f"{table[:-1]} in the" if table else "the"
-            message = f"{where} config of {config.model_type} has no such field{hint(key, known)}"
+            message = (
+                f"{where} config of {config.model_type} has no such field{hint(key, known)}"
+            )
             raise WrongKeyError((f"model.overrides.{table}{key}", message))
         before = fields.get(key)
         if isinstance(before, dict) != isinstance(value, dict) and before is not None:

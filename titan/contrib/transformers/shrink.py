@@ -35,7 +35,9 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     overrides: dict[str, Any] = {}
     for name, value in wanted.items():
         for key in NAMES[name]:
-            if _is_number(content.get(key)) and content[key]:  # 0 is turned off, such as a window
+            if (
+                _is_number(content.get(key)) and content[key]
+            ):  # 0 is turned off, such as a window
                 overrides[key] = value
     for key, value in FIELDS["small_fields"].items():
         if _is_number(content.get(key)):

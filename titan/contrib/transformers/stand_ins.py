@@ -60,7 +60,9 @@ class Entry:
 
     def __init__(self, model: Any, name: str, block: nn.Module) -> None:
         self.model, self.name = model, name
-        simple = {k: v for k, v in vars(block).items() if isinstance(v, (bool, int, float, str))}
+        simple = {
+            k: v for k, v in vars(block).items() if isinstance(v, (bool, int, float, str))
+        }
         self.__dict__.update({k: v for k, v in simple.items() if k not in ("model", "name")})
 
     def get(self) -> Any:

@@ -123,7 +123,9 @@ class RunReader:
         status = self._small(STATUS, json.loads)
         account = self.events.rows[-1] if self.events.rows else {}
         # Events and status have the account of time up to them, and the newest is the longest.
-        accounts = [row["seconds"] for row in (status, account) if is_account(row.get("seconds"))]
+        accounts = [
+            row["seconds"] for row in (status, account) if is_account(row.get("seconds"))
+        ]
         seconds = max(accounts, key=lambda parts: sum(parts.values()), default={})
         return {
             "name": self.name,
@@ -140,7 +142,9 @@ class RunReader:
             "stragglers": sorted(self.events.slow),
             "drift": self.events.drift,
             "starts": list(self.events.starts),
-            "events": [{k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows],
+            "events": [
+                {k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows
+            ],
             "seconds": seconds,
             "restarts": account.get("restarts"),
             "lost_steps": account.get("lost_steps"),
@@ -320,7 +324,9 @@ def sample_texts(content: Row) -> Row:
         ValueError: It has no pairs of texts.
     """
     texts = content.get("texts")
-    if not isinstance(texts, list) or not all(isinstance(p, list) and len(p) == 2 for p in texts):
+    if not isinstance(texts, list) or not all(
+        isinstance(p, list) and len(p) == 2 for p in texts
+    ):
         raise ValueError("no pairs of texts")
     pairs = [[str(text)[:_MAX_TEXT] for text in pair] for pair in texts[:_MAX_KEYS]]
     return {"step": number(content.get("step")), "texts": pairs}

@@ -143,7 +143,9 @@ class Certifier:
         for certify in parts_of(CertifySource):
             if row := certify(self):
                 return row
-        return CertifiedLayout(name="source", verdict="unknown", reason="nothing installed has it")
+        return CertifiedLayout(
+            name="source", verdict="unknown", reason="nothing installed has it"
+        )
 
     def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
         """Return the verdict about a layout.
@@ -204,7 +206,9 @@ class Certifier:
             return "", "", {}
         small = changed(self.small, self._keys(degrees))
         for n_layers in range(small.model.sizes.n_layers, depth + 1):
-            if wrong.keys().isdisjoint(_starts(stage_split(small, num_layers=n_layers).modules)):
+            if wrong.keys().isdisjoint(
+                _starts(stage_split(small, num_layers=n_layers).modules)
+            ):
                 break
         return "", f"not to be cut before {', '.join(wrong)}", self._deep(n_layers)
 
@@ -273,7 +277,8 @@ class Certifier:
         off = {"compile.enable": False}
         two = self.run(changed(small, off), world, recorded=True)[0]
         one, moved = (
-            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0] for seed in (0, 1)
+            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0]
+            for seed in (0, 1)
         )
         module = compare(one["recorded"], two["recorded"], moved["recorded"]).first
         if why := parameters_only(one["recorded"]):

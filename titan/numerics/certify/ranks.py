@@ -161,7 +161,9 @@ def _death(rank: int, process: Any) -> RankError:
     return RankError(text, text)
 
 
-def _work(connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes) -> None:
+def _work(
+    connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes
+) -> None:
     die_with_command()
     import torch
     import torch.distributed as dist

@@ -80,7 +80,9 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
     if ac.op_keep_by_block and not (ac.op_keep or ac.op_keep_modules):
         keys["activation_checkpoint.mode"] = "full"
     if config.optimizer.name == "AdamW8bit":
-        keys["optimizer.implementation"] = "for-loop"  # fused, inductor compiles it for a minute
+        keys["optimizer.implementation"] = (
+            "for-loop"  # fused, inductor compiles it for a minute
+        )
     for name in config.model.converters:
         name = "quantize.linear.float8" if name in FLOAT8 else name
         keys[f"{name}.emulate"] = True

@@ -204,7 +204,9 @@ def _ratio(difference: float, size: float) -> float:
 # computes something else where a cut parts them.
 
 
-def cut_differences(config: JobConfig, modules: Sequence[Sequence[str]]) -> dict[str, float | str]:
+def cut_differences(
+    config: JobConfig, modules: Sequence[Sequence[str]]
+) -> dict[str, float | str]:
     """Cut the model of a job in two, at each block and wherever its pipeline does.
 
     Args:
@@ -220,7 +222,8 @@ def cut_differences(config: JobConfig, modules: Sequence[Sequence[str]]) -> dict
     initialize(model, seed=config.debug.seed, std_of=model.init_std)
     drawn = [job.task.random_batch(1000 * config.debug.seed + number) for number in (1, 2)]
     first, second = (
-        job.task.microbatch(job.task.complete(batch, device=CPU, is_cut=True)) for batch in drawn
+        job.task.microbatch(job.task.complete(batch, device=CPU, is_cut=True))
+        for batch in drawn
     )
     sent = sent_by_stage(job, first.input, first.inputs).shape
     return try_cuts(model.eval(), modules, first, second, sent=sent)
@@ -254,7 +257,9 @@ def try_cuts(
         if name not in starts:
             continue
         names = [[*order[:place], *shared], [*shared, *order[place:]]]
-        parts = extract_stages(model, [[*dict.fromkeys(part)] for part in names], numbers=(0, 1))
+        parts = extract_stages(
+            model, [[*dict.fromkeys(part)] for part in names], numbers=(0, 1)
+        )
         try:
             x = parts[0](first.input, **first.inputs)
             if not isinstance(x, Tensor) or x.shape != sent:

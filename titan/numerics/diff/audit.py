@@ -93,7 +93,9 @@ class Audit:
 
     def lines(self) -> list[str]:
         """Return the lines of the report."""
-        where = "same layout and machine" if self.is_same else "another layout, machine or start"
+        where = (
+            "same layout and machine" if self.is_same else "another layout, machine or start"
+        )
         what = f"steps {self.since + 1} to {self.step} computed again ({where}): {self.rows} rows of metrics"
         what += f", {self.tensors} tensors of the checkpoint" if self.tensors else ""
         if self.equal_bits:
@@ -232,7 +234,9 @@ def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
     # What an update changes wrongly changes all gradients of the next step.
     if found.since + 1 == found.step or max(tensor.wrong for tensor in wrong) <= _FEW:
         return f"the update of step {found.step}{found.base_after(found.step - 1)}"
-    return f"an update of steps {found.since + 1} to {found.step}: their rows of metrics are equal"
+    return (
+        f"an update of steps {found.since + 1} to {found.step}: their rows of metrics are equal"
+    )
 
 
 def _compare_rows(
@@ -254,7 +258,9 @@ def _compare_rows(
     for step in steps:
         mine, right = values(ours[step]), theirs[step]
         begin = max(n for n in (0, *ours, *found.starts) if n < step)
-        losses = [x for n in range(begin + 1, step + 1) if n in theirs for x in theirs[n]["loss"]]
+        losses = [
+            x for n in range(begin + 1, step + 1) if n in theirs for x in theirs[n]["loss"]
+        ]
         is_known = begin >= found.since and None not in losses
         right["loss_mean"] = [fmean(losses)] if is_known else []
         for column in {**_COLUMNS, **mine}:
@@ -266,7 +272,9 @@ def _compare_rows(
             found.equal_bits = False
             # The largest of all steps: in a single one, two roundings may cancel.
             name = column.removesuffix("_mean")
-            spread = (apart(theirs[n].get(name, []), row.get(name, [])) for n, row in moved.items())
+            spread = (
+                apart(theirs[n].get(name, []), row.get(name, [])) for n, row in moved.items()
+            )
             if away <= BEYOND * max(UNIT["float32"] * (not found.is_same), *spread, 0.0):
                 continue
             found.findings.append(

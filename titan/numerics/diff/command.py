@@ -77,7 +77,9 @@ def main(argv: list[str]) -> int:
     return int(bool(found.differences))
 
 
-def _check_spread(a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path) -> None:
+def _check_spread(
+    a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path
+) -> None:
     """Raise InputError if a run is no disturbed run of A's job."""
     found, steps = compare(a, spread), {step.step for step in a}
     far = sum(difference.ratio > _ANOTHER for difference in found.differences)
@@ -85,7 +87,9 @@ def _check_spread(a: Sequence[RecordedStep], spread: Sequence[RecordedStep], fol
     is_disturbed = found.worst or found.differences
     if not (is_whole and is_disturbed) or 2 * far > found.compared:
         why = "it has other steps, tensors, weights or samples, or equal bits"
-        raise InputError(f"--spread: {folder} is no run of A's job with record_perturbed: {why}")
+        raise InputError(
+            f"--spread: {folder} is no run of A's job with record_perturbed: {why}"
+        )
 
 
 def report(found: Comparison, *, measured: bool) -> list[str]:

@@ -253,9 +253,7 @@ def parameters_only(steps: Sequence[RecordedStep]) -> str:
     """Return why a comparison names no output of a module, or "" if outputs were recorded."""
     if any(tensor.kind == "output" for step in steps for tensor in step.tensors):
         return ""
-    return (
-        "parameters only: the model does not run on meta, so outputs of modules were not recorded"
-    )
+    return "parameters only: the model does not run on meta, so outputs of modules were not recorded"
 
 
 def distance(a: RecordedTensor, b: RecordedTensor) -> float:
@@ -309,7 +307,9 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
     # These hold nearly all of the difference.
     bad = [str(n) for n, far in enumerate(away, 1) if far > 1e-3 * math.hypot(*away)]
     if 0 < len(bad) < len(away):
-        return f"only the parts {', '.join(bad)} of {len(away)} along its first dimension differ"
+        return (
+            f"only the parts {', '.join(bad)} of {len(away)} along its first dimension differ"
+        )
     if is_small:
         return "a small difference: another precision or constant, or only a few values differ"
     if abs(factor - 1) < _CLOSE:
@@ -324,7 +324,9 @@ def values(table: Any, name: str = "") -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     is_list = isinstance(table, list)
     for key, inner in enumerate(table) if is_list else table.items():
-        for full, own in values(inner, name if is_list else f"{name}.{key}".lstrip(".")).items():
+        for full, own in values(
+            inner, name if is_list else f"{name}.{key}".lstrip(".")
+        ).items():
             found.setdefault(full, []).extend(own)
     return found
 

@@ -80,7 +80,9 @@ def _parse(
     add = parser.add_argument
     add("--nodes", type=positive, metavar="N", help="machines")
     add("--world-size", type=positive, metavar="W", help="ranks in all, in place of --nodes")
-    add("--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs")
+    add(
+        "--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs"
+    )
     add(
         "--ranks-per-node",
         type=positive,
@@ -178,7 +180,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if options.hardware:
         load_profile(options.hardware)  # also where the job does not need it
-    job, choice = auto.resolve(job, world_size=size, profile=profile, keep=not options.new_layout)
+    job, choice = auto.resolve(
+        job, world_size=size, profile=profile, keep=not options.new_layout
+    )
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
     # Nothing is written before everything is checked.
     folder = run_folder(config)
@@ -269,7 +273,9 @@ def script(
         "PREFLIGHT": "1" if options.preflight else "",
         "MAX_RESTARTS": options.max_restarts,
         "CONTAINER": options.container or "",
-        "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
+        "CONTAINER_MOUNTS": ",".join(
+            filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])
+        ),
     }
     # Directives come first in the file: Slurm stops reading them at the first command.
     before, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("\n\n")

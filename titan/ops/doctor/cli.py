@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
     about = "What happened to a run: which rank, which collective, which line, what to do. Exit code 1: a fault was found."
     parser = command_parser("doctor", summary=about)
-    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)")
+    parser.add_argument(
+        "run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)"
+    )
     parser.add_json()
     options = parser.parse_args(argv)
     runs = RunFolder.find([options.run])

@@ -318,7 +318,9 @@ def _disk(run: Evidence) -> list[Finding]:
     """Find a full disk: it takes no report."""
     free = run.free_bytes
     cause = f"the disk of {run.run_dir} is full"
-    return [Finding("disk_full", cause, [f"{free:,} bytes are free"])] if free < FULL_BYTES else []
+    return (
+        [Finding("disk_full", cause, [f"{free:,} bytes are free"])] if free < FULL_BYTES else []
+    )
 
 
 def _slow(run: Evidence) -> list[Finding]:
@@ -327,7 +329,9 @@ def _slow(run: Evidence) -> list[Finding]:
     # steps take equally long.
     own: dict[int, float] = {}
     for rank, rows in run.times.items():
-        values = [row.step_s if row.own_s is None else row.own_s for row in rows if row.step > 1]
+        values = [
+            row.step_s if row.own_s is None else row.own_s for row in rows if row.step > 1
+        ]
         if len(values) >= 3:  # the first steps compile
             own[rank] = median(values)
     findings = []
@@ -385,7 +389,9 @@ def _ended_by(run: Evidence, ranks: Sequence[int], name: str) -> str:
 
 
 def _exits(run: Evidence, ranks: Sequence[int]) -> list[str]:
-    return [f"logs/launch-*.json: rank {rank} ended with {run.exits[rank]}" for rank in ranks[:4]]
+    return [
+        f"logs/launch-*.json: rank {rank} ended with {run.exits[rank]}" for rank in ranks[:4]
+    ]
 
 
 def _dumps(run: Evidence, ranks: Sequence[int]) -> list[str]:

@@ -389,7 +389,9 @@ class Evidence:
     def _rows(self, path: Path, kind: type[T], num: int) -> list[T]:
         """Return the newest whole rows. A kill may have torn the last line."""
         *lines, torn = self._lines(path) or [""]
-        rows = [self._try(lambda x=x: parse_json(x, kind, name=path), None) for x in lines[-num:]]
+        rows = [
+            self._try(lambda x=x: parse_json(x, kind, name=path), None) for x in lines[-num:]
+        ]
         if torn and any(rows):
             with suppress(InputError):
                 rows.append(parse_json(torn, kind, name=path))

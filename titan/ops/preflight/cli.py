@@ -101,7 +101,9 @@ def run_rank(
         numa_binding=config.comm.numa_binding,
     )
     mesh = build_mesh(device.type, **layout.degrees, nccl=config.comm.nccl.options())
-    set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # also for the mesh's groups
+    set_timeout(
+        timedelta(seconds=config.comm.init_timeout_seconds)
+    )  # also for the mesh's groups
     # --json - leaves standard output to the data.
     with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
         code = check_all(
@@ -143,7 +145,9 @@ def check_all(
     whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)  # as in a checkpoint
     memory_gib = estimate_memory(config, config.model.sizes, whole)
     section = config.checkpoint
-    checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
+    checkpoint_gib = (
+        memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
+    )
     # The last checkpoint stays until the next one is complete, so one more must fit than are kept.
     problems = judge.problems(
         facts,
@@ -163,7 +167,9 @@ def check_all(
         for text in problems[:_MOST]:
             print(f"PROBLEM  {text}", flush=True)
         if len(problems) > _MOST:
-            print(f"... and {len(problems) - _MOST} more; --json FILE has all of them", flush=True)
+            print(
+                f"... and {len(problems) - _MOST} more; --json FILE has all of them", flush=True
+            )
         _write(json_file, report)
     dist.barrier()  # the table comes first
     if dry:
@@ -187,7 +193,9 @@ def check_all(
             report |= {"dry_run": asdict(result), "problems": problems}
     if rank == 0:
         _write(json_file, report, last=True)
-        print(f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems")
+        print(
+            f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems"
+        )
     return 1 if problems else 0
 
 
@@ -225,7 +233,9 @@ def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
             subprocess.run(command, env=environment, capture_output=True, timeout=_SIM_S)
             return json.loads(file.read_text())["step_time_s"]
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            print(f"titan sim predicts nothing of this job ({type(error).__name__})", flush=True)
+            print(
+                f"titan sim predicts nothing of this job ({type(error).__name__})", flush=True
+            )
             return None
 
 

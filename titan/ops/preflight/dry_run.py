@@ -76,7 +76,9 @@ class DryRun:
         return lines
 
 
-def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh) -> DryRun:
+def dry_run(
+    config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh
+) -> DryRun:
     """Run the steps on all ranks together.
 
     An exception of the job passes through; `explain` turns it into a line.
@@ -95,7 +97,9 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
     loader = job.task.loader(rank=rank, world=layout.dp, accumulation=layout.accumulation)
     try:
         train_step = build_train_step(job, device=device, mesh=mesh)
-        set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # also for its new groups
+        set_timeout(
+            timedelta(seconds=config.comm.init_timeout_seconds)
+        )  # also for its new groups
         seconds, losses = [], []
         for step in range(1, NUM_STEPS + 1):
             start_s = time.perf_counter()

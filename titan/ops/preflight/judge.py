@@ -44,7 +44,9 @@ def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) 
         return None
     if what.startswith(MATMUL):
         dtype = what.removeprefix(MATMUL)
-        if profile.name == "cpu" or dtype not in profile.peak_tflops:  # ranks share a CPU's peak
+        if (
+            profile.name == "cpu" or dtype not in profile.peak_tflops
+        ):  # ranks share a CPU's peak
             return None
         share = profile.matmul_share.get(dtype, profile.matmul_share["bfloat16"])
         return profile.peak_tflops[dtype] * share
@@ -109,7 +111,9 @@ def problems(
         # All ranks may be slow alike: a power limit, or links that fell back.
         expected = expectation(what, facts, profile)
         if not is_cpu and expected and middle < _OF_PROFILE * expected:
-            is_between = len({f.host for f in facts}) > 1 and not what.startswith((MATMUL, COPY))
+            is_between = len({f.host for f in facts}) > 1 and not what.startswith(
+                (MATMUL, COPY)
+            )
             hint = _NETWORK if is_between else ""
             lines.append(
                 f"all ranks: {what} {figure(middle)} {unit}, where the hardware profile expects {figure(expected)}{hint}"
@@ -158,7 +162,9 @@ def _disk(
             )
 
 
-def render(facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float) -> str:
+def render(
+    facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float
+) -> str:
     """Format the table for a terminal.
 
     Args:
@@ -170,7 +176,9 @@ def render(facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gi
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     known = facts[0].versions | facts[0].gpu
     # Names with a dot are sensors, such as clocks.sm.
-    versions = ", ".join(f"{name} {version}" for name, version in known.items() if "." not in name)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in known.items() if "." not in name
+    )
     rows = [
         f"{len(facts)} rank{'s'[: len(facts) > 1]} on {where}, {facts[0].device}; {versions}",
         "",

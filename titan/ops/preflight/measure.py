@@ -112,7 +112,9 @@ def measure(
         if dist.get_world_size(group) > 1:
             groups[axis] = dist.get_process_group_ranks(group)
             kinds = ("all-reduce", "all-gather")
-            by_kind = bench.collectives_gb_per_s(device, message_bytes, kinds=kinds, group=group)
+            by_kind = bench.collectives_gb_per_s(
+                device, message_bytes, kinds=kinds, group=group
+            )
             rates |= {f"{axis} {kind}": rate for kind, rate in by_kind.items()}
     return RankFacts(
         rank=dist.get_rank(),
@@ -171,7 +173,9 @@ def disk(folder: Path) -> DiskFacts:
         rate = _DISK_BYTES / (time.perf_counter() - start_s) / 1e9
         return DiskFacts(folder=str(folder), free_gib=free_gib, write_gb_per_s=rate)
     except OSError as error:
-        return DiskFacts(folder=str(folder), free_gib=free_gib, error=error.strerror or str(error))
+        return DiskFacts(
+            folder=str(folder), free_gib=free_gib, error=error.strerror or str(error)
+        )
     finally:
         with suppress(OSError):
             probe.unlink()

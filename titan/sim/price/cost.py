@@ -235,7 +235,10 @@ class Cost:
         measured_s = self.tables and self.tables.recurrence_s(kind, batch * heads, length)
         if measured_s:
             return (
-                passes * measured_s * numbers / _recurrence_numbers(128, 128, kind == "kda", True)
+                passes
+                * measured_s
+                * numbers
+                / _recurrence_numbers(128, 128, kind == "kda", True)
             )
         moved = 2 * batch * length * heads * numbers
         rate = on_curve(self.profile.memory_share, moved) * self.profile.memory_tb_per_s * 1e12

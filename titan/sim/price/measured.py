@@ -103,7 +103,9 @@ class Tables:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.source: str = raw["source"]
         self._collectives = _grids(raw["collectives"])
-        self._products = {dtype: [*map(Grid, parts)] for dtype, parts in raw["products"].items()}
+        self._products = {
+            dtype: [*map(Grid, parts)] for dtype, parts in raw["products"].items()
+        }
         self._attention = Grid(raw["attention"])
         self._recurrence = _grids(raw["recurrence"])
         self._uneven: list[tuple[int, float]] = raw["uneven"]
@@ -127,7 +129,9 @@ class Tables:
         is_odd = rows % ALIGNED and odd.axes and rows <= odd.axes[0][-1]
         return (odd if is_odd else aligned).at(rows, columns, summed)
 
-    def collective_s(self, kind: str, ranks: int, size_bytes: float) -> tuple[float, float] | None:
+    def collective_s(
+        self, kind: str, ranks: int, size_bytes: float
+    ) -> tuple[float, float] | None:
         """Return latency and volume of a collective within a node in seconds, or None if its kind was not measured.
 
         Args:

@@ -260,7 +260,9 @@ class Profile(BaseModel):
     @property
     def attention_kernels(self) -> list[str]:
         """Kernels of attention that the profile has rates of."""
-        return sorted(self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys())
+        return sorted(
+            self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys()
+        )
 
     def with_attention(self, kernel: str, *, torch_version: str = "") -> Profile:
         """Return the profile with another kernel of attention.

@@ -52,7 +52,9 @@ def install(tracer: Tracer) -> None:
     )
     # torch 2.15 asks for an accelerator's allocator of it, earlier versions ask whether the group was announced.
     announced = torch_compat.find(_MODULE, "_group_name_to_store")
-    torch_compat.replace(_MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__)
+    torch_compat.replace(
+        _MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__
+    )
     # The implementation names torch.cuda directly where it should ask for the tensor's device.
     torch.cuda.current_stream = lambda *_: device.current()  # pyrefly: ignore[bad-assignment]
     # torch delays one of the two streams with it by some cycles, too few to count.
@@ -105,7 +107,9 @@ class _Reads(TorchDispatchMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         peer = getattr(args[1], "peer", None) if func is _copy else None
         if peer is None:
             return func(*args, **(kwargs or {}))

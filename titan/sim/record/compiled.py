@@ -61,7 +61,9 @@ def install(tracer: Tracer) -> None:
     async_tp.install(tracer)
     inductor.read_numbers_in_guards()
     inductor.register_device(NAME, _Scheduling, _Wrapper)
-    inductor.replace_compiler(lambda *args, **kwargs: _compile(tracer, *args, **kwargs), _SETTINGS)
+    inductor.replace_compiler(
+        lambda *args, **kwargs: _compile(tracer, *args, **kwargs), _SETTINGS
+    )
 
 
 def _compile(
@@ -195,7 +197,8 @@ class _Scheduling(inductor.TritonScheduling):
         # Dynamic shapes: lengths are symbols, so the launcher has to measure its arguments.
         for_any_size = any(not length.is_number for length in kernel.numels.values())
         read_bytes, write_bytes = (
-            0 if for_any_size else kernel.moved_bytes(node, reads=reads) for reads in (True, False)
+            0 if for_any_size else kernel.moved_bytes(node, reads=reads)
+            for reads in (True, False)
         )
         described = Kernel(
             f"fused: {fused}",
@@ -222,7 +225,9 @@ class _Wrapper(inductor.PythonWrapperCodegen):
     def create(is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, *rest: Any) -> Any:
         """Return the writer of a graph; torch's own for a subgraph."""
         if is_subgraph:
-            return inductor.PythonWrapperCodegen.create(True, subgraph_name, parent_wrapper, *rest)
+            return inductor.PythonWrapperCodegen.create(
+                True, subgraph_name, parent_wrapper, *rest
+            )
         return _Wrapper()
 
     # Headers that would import Triton and ask CUDA for a stream.

@@ -59,7 +59,9 @@ def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
         assert dist.get_world_size(pipeline) < dist.get_world_size()
         numbers = torch_compat.group_ranks(pipeline)
         # Start from the true order: an earlier call may have swapped two other ranks.
-        numbers.update({global_rank: number for number, global_rank in enumerate(sorted(numbers))})
+        numbers.update(
+            {global_rank: number for number, global_rank in enumerate(sorted(numbers))}
+        )
         numbers[own], numbers[rank] = numbers[rank], numbers[own]
     return shift
 

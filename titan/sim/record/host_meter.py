@@ -50,9 +50,7 @@ CALL, OPERATION = 0.6, 2.5
 to twelve jobs on a server's x86 core, whose parts they miss by 16% in the mean."""
 UPDATE_CALL = 0.24
 """The same for a call while gradients are clipped and weights updated, where operations take lists of tensors."""
-_LARGEST = (
-    20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
-)
+_LARGEST = 20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
 _HOOKS = {
     "_fsdp_state.FSDPState": (
         "_pre_forward",
@@ -105,7 +103,9 @@ class HostMeter:
             def metered(*args: Any, **kwargs: Any) -> Any:
                 now = part
                 if part == "hooks":
-                    now = f"{self.part.split()[0]} hooks" if _serves_block(args[0]) else self.part
+                    now = (
+                        f"{self.part.split()[0]} hooks" if _serves_block(args[0]) else self.part
+                    )
                 with self.within(now):
                     return function(*args, **kwargs)
 
@@ -172,7 +172,9 @@ class HostMeter:
 
 def _serves_block(owner: Any) -> bool:
     """Return whether FSDP's object, a state or its group, shards a block."""
-    one = getattr(owner, "_fsdp_param_group", owner)  # a state of torch before 2.12 has one group
+    one = getattr(
+        owner, "_fsdp_param_group", owner
+    )  # a state of torch before 2.12 has one group
     groups = getattr(owner, "_fsdp_param_groups", [one])
     first = next((g._module_fqn or "" for g in groups if hasattr(g, "_module_fqn")), "")
     first = first.partition(",")[0]

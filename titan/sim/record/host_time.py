@@ -93,7 +93,8 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         "activation_checkpoint": {"op_keep": [], "op_keep_by_block": []},
     }
     sections: dict[str, Any] = {
-        name: getattr(config, name).model_copy(update=update) for name, update in changes.items()
+        name: getattr(config, name).model_copy(update=update)
+        for name, update in changes.items()
     }
     plain = {"simulator": SimulatorSection(), "quantize": QuantizeSection()}
     return config.model_copy(update=sections | plain), shape

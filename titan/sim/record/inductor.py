@@ -69,7 +69,9 @@ class SilentKernel(TritonKernel):
             node: the scheduler's node of the kernel, of known sizes.
             reads: whether to count reads.
         """
-        buffers = node.get_read_write_buffer_accesses(include_reads=reads, include_writes=not reads)
+        buffers = node.get_read_write_buffer_accesses(
+            include_reads=reads, include_writes=not reads
+        )
         places = node.read_writes.reads if reads else node.read_writes.writes
         accesses = Counter(place.name for place in places)
         points = prod(self.numels.values())
@@ -102,9 +104,13 @@ class SilentKernel(TritonKernel):
         for index in self.indices:
             symbols = [s for s in index.free_symbols if s in self.range_tree_nodes]
             tiles = [self.range_tree_nodes[s].root.prefix for s in symbols]
-            if {"x", "y"} <= {*tiles}:  # another index is that of a vector, which all tiles share
+            if {"x", "y"} <= {
+                *tiles
+            }:  # another index is that of a vector, which all tiles share
                 strides = V.graph.sizevars.stride_hints(index, symbols)
-                along |= {tile for tile, stride in zip(tiles, strides, strict=True) if stride == 1}
+                along |= {
+                    tile for tile, stride in zip(tiles, strides, strict=True) if stride == 1
+                }
         return {"x", "y"} <= along
 
     def codegen_kernel(self, name: str | None = None) -> str:
@@ -287,7 +293,9 @@ def write_program(
 class _OnHost(TorchDispatchMode):
     """Dispatch mode that makes new tensors on the host, whatever device is asked for."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}

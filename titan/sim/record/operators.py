@@ -140,7 +140,9 @@ def classify(func: Any) -> Operator:
     schema = func._schema
     name = func._opname
     arguments = schema.arguments
-    written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    written = tuple(
+        a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    )
     is_free = func.is_view or name in _FREE or func.namespace in _FREE_NAMESPACES
     kind = None if is_free else _kind(name)
     return Operator(
@@ -180,7 +182,9 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from tensors_in(value)
 
 
-def kernel_of(op: Operator, args: Any, kwargs: Any, result: Any, *, host: Host = "eager") -> Kernel:
+def kernel_of(
+    op: Operator, args: Any, kwargs: Any, result: Any, *, host: Host = "eager"
+) -> Kernel:
     """Return the kernel that a call launched.
 
     Args:
@@ -385,7 +389,9 @@ def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
     flat = largest if keepdim else _aten.squeeze.dims(largest, dims)
     # A row of -inf must give -inf, and not the nan of -inf - -inf.
     _aten.masked_fill_.Scalar(flat, _aten.eq.Scalar(_aten.abs.default(flat), math.inf), 0)
-    total = _aten.sum.dim_IntList(_aten.exp_.default(_aten.sub.Tensor(x, largest)), dims, keepdim)
+    total = _aten.sum.dim_IntList(
+        _aten.exp_.default(_aten.sub.Tensor(x, largest)), dims, keepdim
+    )
     return _aten.add_.Tensor(_aten.log_.default(total), flat)
 
 

@@ -48,7 +48,9 @@ class Program:
     parts: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     train: Callable[[int], Any]
-    clips: Sequence[tuple[Any, str]] = field(default_factory=lambda: [(module, "clip_gradients")])
+    clips: Sequence[tuple[Any, str]] = field(
+        default_factory=lambda: [(module, "clip_gradients")]
+    )
     pipeline: Any = None
     needs_two: bool = True
     tokens: int = 0
@@ -216,7 +218,9 @@ class _Marks:
         if program.pipeline is not None:
             program.pipeline.loss_fn = wrap_part(self.tracer, program.pipeline.loss_fn, "L")
         with ExitStack() as replaced:
-            compiled_update = patch.object(fused_adam, "_compiled", lambda *_: self._update_rows)
+            compiled_update = patch.object(
+                fused_adam, "_compiled", lambda *_: self._update_rows
+            )
             replaced.enter_context(compiled_update)
             # A program finds the function by its module's global name, so replacing that is enough.
             for where, name in program.clips:

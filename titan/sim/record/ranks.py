@@ -16,7 +16,9 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
     if trace.world_size == layout.world_size:
         return trace
     # The same layout with the trace's number of replicas.
-    was = replace(layout, dp_replicate=layout.dp_replicate * trace.world_size // layout.world_size)
+    was = replace(
+        layout, dp_replicate=layout.dp_replicate * trace.world_size // layout.world_size
+    )
 
     def moved(rank: int) -> int:
         return _rank(_place(rank, was), layout)
@@ -29,9 +31,13 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
         along_axes = {*group.axes} <= {*AXES} and len(group.ranks) == len(
             _members(own, group.axes, was)
         )
-        return _members(own, group.axes, layout) if along_axes else tuple(map(moved, group.ranks))
+        return (
+            _members(own, group.axes, layout) if along_axes else tuple(map(moved, group.ranks))
+        )
 
-    groups = {name: replace(group, ranks=members(group)) for name, group in trace.groups.items()}
+    groups = {
+        name: replace(group, ranks=members(group)) for name, group in trace.groups.items()
+    }
 
     def with_peers(of_trace: Iterable[events.Event]) -> list[events.Event]:
         # Transfers without a peer, and all other events, are shared with the cached trace.
@@ -70,4 +76,6 @@ def _rank(place: dict[str, int], layout: Layout) -> int:
 def _members(place: dict[str, int], axes: Sequence[str], layout: Layout) -> tuple[int, ...]:
     """Return the ranks along some axes that pass through a place on the mesh."""
     along = itertools.product(*(range(layout.degrees[axis]) for axis in axes))
-    return tuple(_rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along)
+    return tuple(
+        _rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along
+    )

@@ -114,7 +114,9 @@ class Reference(NamedTuple):
     distance: int
 
 
-def repeat_blocks(few: Trace, more: Trace, recorded: Recorded, stages: Sequence[Depth]) -> Trace:
+def repeat_blocks(
+    few: Trace, more: Trace, recorded: Recorded, stages: Sequence[Depth]
+) -> Trace:
     """Return the trace of a rank of the whole model.
 
     Args:
@@ -161,7 +163,9 @@ class _Repetition:
                 segment.template = self._find_template(number, segment)
             else:
                 segment.template = len(segment.parts) - 1
-        self.references = [self._references(n, segment) for n, segment in enumerate(more.segments)]
+        self.references = [
+            self._references(n, segment) for n, segment in enumerate(more.segments)
+        ]
 
     def _fail(self, number: int, why: str) -> CannotRepeat:
         """Return the error of a segment, with its first event."""
@@ -171,7 +175,9 @@ class _Repetition:
 
     def _matched(self, few: ParsedTrace) -> dict[int, Segment]:
         """Return the segment with the fewest blocks for each segment that may grow."""
-        found = [[n for n, s in enumerate(p.segments) if _may_grow(s)] for p in (few, self.more)]
+        found = [
+            [n for n, s in enumerate(p.segments) if _may_grow(s)] for p in (few, self.more)
+        ]
         kinds = [
             [(p.segments[n].section, type(p.segments[n].parts[0][0])) for n in numbers]
             for p, numbers in zip((few, self.more), found, strict=True)
@@ -295,7 +301,9 @@ class _Repetition:
         # Parts whose references have one form: the template and its successor, or all of a series.
         alike = range(template, template + 2) if segment.direction else range(count)
         events = range(len(segment.parts[alike[0]]))
-        common = [self._common(EventId(number, alike[0], n)) for n in events] if count > 1 else []
+        common = (
+            [self._common(EventId(number, alike[0], n)) for n in events] if count > 1 else []
+        )
         forms = [form for form in common if isinstance(form, Reference)]
         near = {(f.segment, f.distance) for f in forms if f.relative and not f.from_end}
         return [
@@ -453,5 +461,7 @@ def _check_alike(trace: Trace, stages: Sequence[int], recorded: Recorded) -> Non
 
 def _may_grow(segment: Segment) -> bool:
     """Return whether a segment's numbers, or its length, may grow with the blocks."""
-    is_reference = any(isinstance(e, Free | AwaitEvent | AwaitWork) for e in segment.parts[0][:1])
+    is_reference = any(
+        isinstance(e, Free | AwaitEvent | AwaitWork) for e in segment.parts[0][:1]
+    )
     return not (segment.direction or segment.of_block or is_reference)

@@ -109,7 +109,9 @@ class ParsedTrace:
     segments: list[Segment] = field(default_factory=list)
     targets: dict[EventId, EventId] = field(default_factory=dict)
 
-    def distance(self, event: EventId, target: EventId, *, from_end: bool, relative: bool) -> int:
+    def distance(
+        self, event: EventId, target: EventId, *, from_end: bool, relative: bool
+    ) -> int:
         """Return the distance of a target's block from an end of its segment.
 
         In a layer pass, blocks are numbered within their stage. In a series, each event counts as a
@@ -225,7 +227,9 @@ def shape_of(event: Event) -> Any:
     return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]
 
 
-def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:
+def _segments(
+    labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int
+) -> Iterator[Segment]:
     """Cut consecutive events of one label into layer passes, and into single events if no pass is complete."""
     # Neighbouring events of one block make a run; a complete pass is one run for each block.
     runs: list[tuple[int, list[Event]]] = []

@@ -168,7 +168,11 @@ class Storages:
     def categorize_new(self, category: Category) -> None:
         """Set the category of memory that was made since the last `begin`, still exists and has no category."""
         for entry in self._live.values():
-            if entry.event is not None and entry.event.block in self._made and not entry.category:
+            if (
+                entry.event is not None
+                and entry.event.block in self._made
+                and not entry.category
+            ):
                 made_in = entry.event.scope.phase
                 added_up = category == "activations" and made_in == "backward"
                 entry.category = entry.event.category = "gradients" if added_up else category

@@ -101,7 +101,9 @@ def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> 
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Make every tensor inside a fake tensor. torch.tensor(..., device=...) makes its data on the host first, as always."""
     _repair_addmm()
-    replace("torch._subclasses.fake_tensor", "FakeTensorMode._prep_args_for_hash", _hash_quickly)
+    replace(
+        "torch._subclasses.fake_tensor", "FakeTensorMode._prep_args_for_hash", _hash_quickly
+    )
     # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode
     # It makes the data of torch.tensor on the host, and moves the fake of it: a move of a number would need memory on the device.
@@ -350,7 +352,9 @@ def fix_pipeline_shapes() -> None:
 
     schedules = "torch.distributed.pipelining.schedules"
     names = ("_warmup_p2p", "_initialize_pipeline_distributed_state")  # until 2.14, and since
-    name = next((n for n in names if hasattr(find(schedules, "_PipelineSchedule"), n)), names[-1])
+    name = next(
+        (n for n in names if hasattr(find(schedules, "_PipelineSchedule"), n)), names[-1]
+    )
     replace(schedules, f"_PipelineSchedule.{name}", lambda _: vote)
 
 

@@ -41,7 +41,9 @@ CollectiveKind = Literal[
 Host = Literal["eager", "compiled"]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
 # Purpose of memory; storages.py defines each category.
-Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
+Category = Literal[
+    "parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"
+]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 RECURRENCE_CHUNK = 64

@@ -77,7 +77,9 @@ class Job:
 def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
     """Return one rank of each pipeline stage: the rank with most work."""
     parallel = config.parallelism
-    alike = parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
+    alike = (
+        parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
+    )
     # If the sequence is not balanced, the ranks with its end attend to most of it.
     busiest = 0 if alike else (layout.cp - 1) * layout.tp
     size = layout.world_size // layout.pp  # ranks are numbered stage by stage
@@ -126,7 +128,9 @@ def trace_job(
                 job.prepare()
             with torch_compat.unset_fake_temporarily():  # its imports may compute values
                 scripts = [job.script(device)]
-        reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
+        reported: dict[
+            int, TraceError
+        ] = {}  # by id of the error; described where it was raised
 
         def tell(error: Exception) -> None:
             reported[id(error)] = TraceError(_describe(error, tracer, rank))
@@ -149,7 +153,9 @@ def trace_job(
                 raise TraceError(_describe(error, tracer, rank)) from error
 
         for part in (job, *job.others):
-            programs = [partial(job_program, p, _layout(part), device, mesh) for p in part.programs]
+            programs = [
+                partial(job_program, p, _layout(part), device, mesh) for p in part.programs
+            ]
             for rank in part.ranks:
                 # Pipeline stages differ, and every rank is moved to another stage in the same process.
                 tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
@@ -288,7 +294,9 @@ def trace_jobs(
     # Children are forked from a server that has imported torch, without threads and without an earlier backward pass.
     # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
+    os.environ["PYTHONWARNINGS"] = ",".join(
+        filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])
+    )
     context = fork_server(_PRELOAD)
     processes = int(min(processes, max(1, fitting_processes())))
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]

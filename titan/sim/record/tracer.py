@@ -196,7 +196,9 @@ class Tracer(TorchDispatchMode):
                 result = func(*args, **kwargs)
         elif op.updates:  # in place, so that shapes stay: torch would hash long lists
             result = None
-        elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
+        elif (
+            self._compiled and "out" in kwargs
+        ):  # of the right shape; not all have a fake kernel
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
@@ -222,7 +224,9 @@ class Tracer(TorchDispatchMode):
             self.storages.categorize(tensors_in((*whole, *kwargs.values())), "unsharded")
         collective = self._collectives[op.func]
         if collective is not None:
-            self.transfers.issue(collective, op.func, args, kwargs, result, self.scopes.current())
+            self.transfers.issue(
+                collective, op.func, args, kwargs, result, self.scopes.current()
+            )
             return
         if op.kind is None:
             return
@@ -247,7 +251,9 @@ class Tracer(TorchDispatchMode):
         for event in workspace:
             self.record(Free(event.block))
         # A copy that blocks makes the host wait until the device has done all that came before.
-        if kernel.kind == "host_copy" and not argument_of(op.func, "non_blocking", args, kwargs):
+        if kernel.kind == "host_copy" and not argument_of(
+            op.func, "non_blocking", args, kwargs
+        ):
             self.record(Synchronize(stream, f"{op.name} between device and host"))
 
     def launch_on_host(self, kernel: Kernel) -> None:

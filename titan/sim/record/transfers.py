@@ -160,7 +160,9 @@ class Transfers:
         def argument(index: int) -> Any:
             return argument_of(func, index, args, kwargs)
 
-        data = list(tensors_in([result] if collective.data < 0 else [argument(collective.data)]))
+        data = list(
+            tensors_in([result] if collective.data < 0 else [argument(collective.data)])
+        )
         # Tensors of the host only: nothing goes over the accelerator's network.
         if not any(t.fake_device.type != "cpu" for t in data):
             return

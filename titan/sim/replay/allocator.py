@@ -39,7 +39,9 @@ _Pool = tuple[int, bool]
 class OutOfMemory(Exception):
     """Failure of an allocation that does not fit even after the cache was given back."""
 
-    def __init__(self, key: int, size_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+    def __init__(
+        self, key: int, size_bytes: int, reserved_bytes: int, limit_bytes: int
+    ) -> None:
         self.key, self.size_bytes, self.reserved_bytes = key, size_bytes, reserved_bytes
         self.limit_bytes = limit_bytes
         super().__init__(
@@ -244,7 +246,9 @@ class Allocator:
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         # The first hole that suffices together with the free block before it. The tail of the range
         # always does, so a second range is made only for the pool's first request.
-        start = next((b for _, b in self._unmapped[pool] if _room(_first_free(b)) >= size), None)
+        start = next(
+            (b for _, b in self._unmapped[pool] if _room(_first_free(b)) >= size), None
+        )
         if start is None:
             start = _Block(self._next_address, _ADDRESSES, pool, mapped=False)
             self._next_address += start.size

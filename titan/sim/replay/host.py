@@ -113,7 +113,9 @@ class Host:
         """Compute on the host. The device does not notice, unless it runs out of work."""
         self._spend(self.clock_s + seconds, event)
 
-    def launch(self, seconds: float, host_s: float, event: Launch, copies: bool) -> Signal | None:
+    def launch(
+        self, seconds: float, host_s: float, event: Launch, copies: bool
+    ) -> Signal | None:
         """Queue a kernel."""
         self._spend(self.clock_s + host_s, event)
         stream = self.device.stream(event.stream)
@@ -182,7 +184,9 @@ class Host:
     def await_stream(self, stream: int | str, other: int) -> None:
         """Let a stream wait for all work that another stream has been given so far."""
         if stream != other:
-            self.device.stream(stream).queue.append((AWAIT, self._reach(self.device.stream(other))))
+            self.device.stream(stream).queue.append(
+                (AWAIT, self._reach(self.device.stream(other)))
+            )
 
     def synchronize(self, stream: int) -> Signal:
         """Let the host wait for a stream, or for all streams with -1."""

@@ -240,7 +240,8 @@ def tensors_behind(
             groups[name][size] -= 1
         if number in wanted:
             sums = [
-                (n, g.total(), sum(k * count for k, count in g.items())) for n, g in groups.items()
+                (n, g.total(), sum(k * count for k, count in g.items()))
+                for n, g in groups.items()
             ]
             yield nlargest(_MOST_TENSORS, sums, key=lambda entry: entry[2])
 
@@ -266,7 +267,9 @@ def _try_within(
         report.by_stream = {}
 
 
-def _play(events: Iterable[Allocate | Free], allocator: Allocator) -> tuple[dict[int, int], int]:
+def _play(
+    events: Iterable[Allocate | Free], allocator: Allocator
+) -> tuple[dict[int, int], int]:
     """Pass events through an allocator.
 
     Return the rounded sizes by block, and the number of the event with the most memory in use.
@@ -277,7 +280,9 @@ def _play(events: Iterable[Allocate | Free], allocator: Allocator) -> tuple[dict
         if isinstance(event, Free):
             allocator.free(event.block)
             continue
-        sizes[event.block] = allocator.allocate(event.block, event.size_bytes, stream=event.stream)
+        sizes[event.block] = allocator.allocate(
+            event.block, event.size_bytes, stream=event.stream
+        )
         if allocator.active_bytes > highest:
             highest, peak_at = allocator.active_bytes, number
     return sizes, peak_at

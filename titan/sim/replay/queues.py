@@ -95,7 +95,9 @@ def replay(
         # Nothing can happen any more. A rank that is not done waits for something that never comes.
         stuck = [host for host in hosts if host.waits_for or not host.device.is_done]
         if stuck:
-            waits = (f"rank {host.device.rank} waits for {host.describe_wait()}" for host in stuck)
+            waits = (
+                f"rank {host.device.rank} waits for {host.describe_wait()}" for host in stuck
+            )
             raise ReplayError(f"the step cannot end: {'; '.join(waits)}")
         return _timeline(hosts, steps, busiest)
 

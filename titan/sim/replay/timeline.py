@@ -226,7 +226,9 @@ def summarise(
     for lane in lanes:
         for start, stop, what in lane.segments[lane.cuts[-2][1] : lane.cuts[-1][1]]:
             if isinstance(what, Launch):
-                result.intervals.append(Interval(lane.name, start - origin, stop - origin, what))
+                result.intervals.append(
+                    Interval(lane.name, start - origin, stop - origin, what)
+                )
     for lane, start, stop, transfer in transfers:
         assert isinstance(transfer, Transfer)
         axis = axis_of(groups[transfer.group])

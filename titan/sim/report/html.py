@@ -63,7 +63,9 @@ def _rank(simulation: StepSimulation, rank: int) -> dict[str, Any]:
     behind = tensors_behind(simulation.traces[rank], simulation.profile, memory.timeline)
     return {
         "rank": rank,
-        "lanes": [[labels.get(name, name), _joined(lane, least)] for name, lane in lanes.items()],
+        "lanes": [
+            [labels.get(name, name), _joined(lane, least)] for name, lane in lanes.items()
+        ],
         "memory": [
             [
                 p.position,
@@ -90,7 +92,11 @@ def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
             last[1], last[3] = end, last[3].split(" and ")[0] + " and others"
             continue
         what = (
-            event.kernel.name if isinstance(event, Launch) else f"{event.kind} over {interval.lane}"
+            event.kernel.name
+            if isinstance(event, Launch)
+            else f"{event.kind} over {interval.lane}"
         )
-        bars.append([start, end, kind, " ".join(filter(None, (what, scope.action, scope.module)))])
+        bars.append(
+            [start, end, kind, " ".join(filter(None, (what, scope.action, scope.module)))]
+        )
     return bars

@@ -56,7 +56,9 @@ def _routed(
     ordered, own = sorted(loads), simulation.busiest_rank
     place = int(0.99 * len(ordered))
     high = round(ordered[place], 2)
-    points = {load: simulation if load == own else at(load) for load in sorted({1.0, own, high})}
+    points = {
+        load: simulation if load == own else at(load) for load in sorted({1.0, own, high})
+    }
     step_s = [point.timeline.step_s for point in points.values()]
     seconds = np.interp(ordered, [*points], step_s).tolist()
     return {
@@ -74,7 +76,9 @@ def _routed(
 def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
     """Return the job with another assumed imbalance."""
     return config.model_copy(
-        update={"simulator": config.simulator.model_copy(update={"expert_imbalance": imbalance})}
+        update={
+            "simulator": config.simulator.model_copy(update={"expert_imbalance": imbalance})
+        }
     )
 
 
@@ -108,5 +112,7 @@ def _between(low: Simulation, high: Simulation, share: float) -> list[MemoryRepo
                 return []
             step.append(a)
         expandable = low.config.training.expandable_segments
-        reports.append(memory_report(replace(trace, step=step), low.profile, expandable=expandable))
+        reports.append(
+            memory_report(replace(trace, step=step), low.profile, expandable=expandable)
+        )
     return reports

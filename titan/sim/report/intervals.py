@@ -62,7 +62,9 @@ def errors() -> dict[str, Any]:
     return read_toml(ERRORS)[0]
 
 
-def shares(timeline: Timeline, traces: Mapping[int, Trace], profile: Profile) -> dict[str, float]:
+def shares(
+    timeline: Timeline, traces: Mapping[int, Trace], profile: Profile
+) -> dict[str, float]:
     """Return the share of each class in a simulated step, as a mean over the traced ranks. They add up to 1."""
     groups = {axis_of(g): g for t in traces.values() for g in t.groups.values()}
     per_node = profile.gpus_per_node
@@ -156,7 +158,8 @@ def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:
     worst = sorted(mix, key=lambda name: -mix[name] * sigma[name])
     worst = [n for n in worst[:2] if (mix[n] * sigma[n]) ** 2 > deviation**2 / 5]
     seen = {
-        n: f" ({mix[n]:.0%} of the step, seen in {known['runs'][n] or 'no'} runs)" for n in worst
+        n: f" ({mix[n]:.0%} of the step, seen in {known['runs'][n] or 'no'} runs)"
+        for n in worst
     }
     whole = (HARDWARE, TENSOR)  # they are of a step, and no share of it
     reason = " and ".join(n + ("" if n in whole else seen[n]) for n in worst)

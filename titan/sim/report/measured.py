@@ -67,7 +67,9 @@ def compare(simulation: Simulation, run: Path) -> list[Facts]:
         # On a CPU the rows count the process, which is not simulated.
         if gib := [row[key] for row in later if row.get("memory_kind") == "device"]:
             rows.append((f"memory, {name}", "GiB", size / GIB, max(gib)))
-    return [dict(zip(("name", "unit", "predicted", "measured"), row, strict=True)) for row in rows]
+    return [
+        dict(zip(("name", "unit", "predicted", "measured"), row, strict=True)) for row in rows
+    ]
 
 
 def _parts_s(simulation: Simulation, rank: int) -> dict[str, float]:

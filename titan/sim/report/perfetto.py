@@ -75,7 +75,9 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
 
     # "X" is a complete event, "s" and "f" begin and end an arrow, "M" gives a name, "C" is a
     # counter.
-    def span(tid: int, start: float, end: float, name: str, category: str, **args: Any) -> Record:
+    def span(
+        tid: int, start: float, end: float, name: str, category: str, **args: Any
+    ) -> Record:
         args = {key: value for key, value in args.items() if value}
         dur = round(us(end) - us(start), 3)
         return event("X", tid, start, dur=dur, name=name, cat=category, args=args)
@@ -117,7 +119,8 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
         yield span(stream, start, end, *_named(what, trace), **details, **_details(what))
         yield event("f", stream, start, id=number, bp="e", **arrow)
     yield from (
-        event("C", 0, at_s, name="memory, GiB", args=gib) for at_s, gib in _memory(trace, timeline)
+        event("C", 0, at_s, name="memory, GiB", args=gib)
+        for at_s, gib in _memory(trace, timeline)
     )
 
 

@@ -49,7 +49,9 @@ def _split(argv: list[str], options: Namespace, known: Sequence[str]) -> StageSp
     config = load_from_argv(argv, options=known)
     parallel, key = config.parallelism, "parallelism.pipeline_parallel_degree"
     if parallel.pipeline_parallel_degree == 1:
-        raise ConfigError([config.source_map.problem(key, "1 is no pipeline; set it to 2 or more")])
+        raise ConfigError(
+            [config.source_map.problem(key, "1 is no pipeline; set it to 2 or more")]
+        )
     if num_microbatches is not None:
         # As overrides, so that an error in the result names them.
         size = num_microbatches * parallel.pipeline_parallel_microbatch_size
@@ -84,7 +86,9 @@ def describe(split: StageSplit, *, columns: int) -> str:
         stages = schedule.stages_of(rank)
         held = "; ".join(f"stage {s}: {_short(split.modules[s])}" for s in stages)
         rows.append(f"rank {rank}  at most {schedule.peak_in_flight(rank)} in flight  {held}")
-    note = "in flight: microbatches whose activations are held, counted for each stage of a rank"
+    note = (
+        "in flight: microbatches whose activations are held, counted for each stage of a rank"
+    )
     return "\n".join([*rows, note, "", *_timetable(schedule, columns=columns)])
 
 

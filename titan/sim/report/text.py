@@ -53,7 +53,9 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def job_parser(name: str, usage: str, description: str, *, required: bool = True) -> CommandParser:
+def job_parser(
+    name: str, usage: str, description: str, *, required: bool = True
+) -> CommandParser:
     """Return the parser of a command that simulates a job, with the options that all such commands have."""
     usage = f"{JOB} --world-size N --hardware H {usage}"
     parser = command_parser(name, usage, summary=description)
@@ -245,12 +247,16 @@ def time_rows(facts: Facts) -> dict[str, float]:
 def _time(facts: Facts) -> Iterator[str]:
     """Yield the parts of the step, and the modules that compute the longest."""
     time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
-    yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
+    yield "  where the time goes" + (
+        "" if len(facts["per_rank"]) == 1 else " (mean over stages)"
+    )
     yield from _bars(time_rows(facts), total=total, unit=duration)
     if time["host_s"] > _NOTABLE * total:
         yield f"    {_host_line(facts)}"
     hidden = {
-        axis: seconds for axis, row in comm["by_axis"].items() if (seconds := row["overlapped_s"])
+        axis: seconds
+        for axis, row in comm["by_axis"].items()
+        if (seconds := row["overlapped_s"])
     }
     if hidden:
         parts = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in hidden.items())

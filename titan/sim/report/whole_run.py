@@ -159,7 +159,9 @@ def _validation_s(simulation: Simulation) -> float:
         tokens_of_batch = section.local_batch_size * (section.seq_len or training.seq_len)
         tokens += ceil(training.steps / section.freq) * section.steps * tokens_of_batch
     forward_s = simulation.timeline.step_s * by_phase["forward"] / sum(by_phase.values())
-    tokens_of_step = training.local_batch_size * training.seq_len * simulation.layout.accumulation
+    tokens_of_step = (
+        training.local_batch_size * training.seq_len * simulation.layout.accumulation
+    )
     return forward_s * tokens / tokens_of_step
 
 

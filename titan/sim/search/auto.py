@@ -119,7 +119,9 @@ def resolve(
     if config.parallelism.layout != "auto":
         return [*job], None
     if config.groups.enable:
-        raise _mistake(config, 'is not for replica groups; use "fixed" and the degrees of a group')
+        raise _mistake(
+            config, 'is not for replica groups; use "fixed" and the degrees of a group'
+        )
     follows = [p.local_batch_size and not p.global_batch_size for p in config.phase]
     if config.training.global_batch_size == -1 and any(follows):
         raise _mistake(
@@ -128,10 +130,14 @@ def resolve(
     if (file := Path(config.job.dump_folder) / FILE).is_dir():
         raise _mistake(config, f"{file}, where the choice is kept, is a folder: remove it")
     kept, news = _kept(job, config, world_size) if keep else (None, "")
-    choice = kept or choose(job, config, profile(config), world_size=world_size, simulate=simulate)
+    choice = kept or choose(
+        job, config, profile(config), world_size=world_size, simulate=simulate
+    )
     if not is_quiet():
         other = f". Runner-up: {choice.runner_up}" if choice.runner_up else ""
-        print(f'titan: layout = "auto"{news}: {choice.settings[_REASON]}{other}', file=sys.stderr)
+        print(
+            f'titan: layout = "auto"{news}: {choice.settings[_REASON]}{other}', file=sys.stderr
+        )
     return [*job, *choice.overrides], None if kept else choice
 
 
@@ -154,7 +160,9 @@ def choose(
     held = _held(config)
     relevant = config.model_dump(mode="json", exclude=_OTHERS)
     key = [relevant, sorted(held), world_size, profile.model_dump(mode="json"), source_hash()]
-    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(
+        json.dumps(key, sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
     file = default_cache_folder() / "layouts" / f"{digest}.json"
     with suppress(InputError):
         return read_json(file, ChosenLayout)
@@ -222,11 +230,15 @@ def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:
     slower = f", {1 - search.seconds(best) / search.seconds(second):.0%} slower by formula"
     if alone:
         size, slower = f"{_SMALL / 1e6:g} million", ""
-        text = f"data parallelism; by formula, models below {size} parameters are not to be judged"
+        text = (
+            f"data parallelism; by formula, models below {size} parameters are not to be judged"
+        )
     return _choice(search, first, f"{text}; {why}", slower)
 
 
-def _choice(search: LayoutSearch, points: Sequence[Point], text: str, slower: str) -> ChosenLayout:
+def _choice(
+    search: LayoutSearch, points: Sequence[Point], text: str, slower: str
+) -> ChosenLayout:
     """Return the first of these points, with the next one as the runner-up."""
     best, *others = points
     ranks = f"{search.world_size} x {search.profile.name}"
@@ -292,7 +304,9 @@ def profile_here(config: JobConfig, ranks: int) -> Profile:
     """
     if not count_accelerators():
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks
-        return on_nodes(load_profile("cpu"), ranks).model_copy(update={"memory_gib": memory_gib})
+        return on_nodes(load_profile("cpu"), ranks).model_copy(
+            update={"memory_gib": memory_gib}
+        )
     name = config.hardware.name
     if name == "auto":
         # Another process, since asking takes some of the memory of a GPU.
@@ -316,7 +330,9 @@ def _why_none(search: LayoutSearch) -> str:
         return f"none has degrees that divide the ranks and the global batch, {search.global_batch} sequences"
     if not refusals or not all(refusals):
         return ""
-    return f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
+    return (
+        f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
+    )
 
 
 def _nothing_fits(search: LayoutSearch) -> ConfigError:

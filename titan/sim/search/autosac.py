@@ -101,7 +101,9 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     def run(lines: Sequence[str], *more: str) -> Simulation:
         config = load_from_argv([*job, *words(settings(lines)), *more])
         check_to_run(config, world_size=world_size)
-        return simulate(config, world_size=world_size, profile=roomy, processes=search.processes)
+        return simulate(
+            config, world_size=world_size, profile=roomy, processes=search.processes
+        )
 
     base = run(["0:"], *["--compile.enable=false"] * is_compiled)
     cost = Cost(profile)
@@ -207,7 +209,9 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
         say("choosing")
         choice = autosac(search, host=options.host)
         plain = {_KEY + "op_keep_by_block": "[]"}
-        compared = search(plain | {_KEY + k: v for k, v in one.items()} for one in others.values())
+        compared = search(
+            plain | {_KEY + k: v for k, v in one.items()} for one in others.values()
+        )
     except FAILURES as error:
         say("")
         print(error, file=sys.stderr)

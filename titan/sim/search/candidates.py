@@ -149,7 +149,9 @@ class LayoutSearch(Search):
                     batch = self.global_batch // dp
                     yield from _with_layout(
                         self,
-                        Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=batch),
+                        Point(
+                            replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=batch
+                        ),
                     )
 
     def values(self, key: str, values: Iterable[Any]) -> list[Any]:
@@ -177,7 +179,9 @@ class LayoutSearch(Search):
     def same_layout(self, point: Point) -> list[Point]:
         """Return the legal points with a point's layout, in all local batches and modes of recomputation, the largest first."""
         per_rank = self.global_batch // (point.replicate * point.shard)
-        batches = [per_rank] if point.pp > 1 else reversed(divisors(per_rank)) if per_rank else []
+        batches = (
+            [per_rank] if point.pp > 1 else reversed(divisors(per_rank)) if per_rank else []
+        )
         pairs = itertools.product(batches, _RECOMPUTE)
         near = (replace(point, batch=batch, recompute=mode) for batch, mode in pairs)
         return [p for p in near if self._layout(p).accumulation and self.legal(p)]
@@ -232,7 +236,9 @@ class LayoutSearch(Search):
 
         microbatches = point.batch // point.microbatch
         bubble = (
-            _bubble(point.schedule, point.pp, point.stages, microbatches) if point.pp > 1 else 0.0
+            _bubble(point.schedule, point.pp, point.stages, microbatches)
+            if point.pp > 1
+            else 0.0
         )
 
         # For each pass FSDP gathers weights once or twice (2 bytes) and reduces gradients once (4
@@ -277,7 +283,9 @@ class LayoutSearch(Search):
         for tp in (n for n in _powers(self.profile.gpus_per_node) if ranks % n == 0):
             per_rank, rest = divmod(self.global_batch, own.replicate * (ranks // tp))
             if not rest:
-                near.append(replace(own, tp=tp, shard=ranks // tp, batch=gcd(own.batch, per_rank)))
+                near.append(
+                    replace(own, tp=tp, shard=ranks // tp, batch=gcd(own.batch, per_rank))
+                )
         if own.ep:
             lent = own.shard * own.cp * own.tp
             near += [replace(own, ep=ep) for ep in _powers(lent) if lent % ep == 0]

@@ -47,10 +47,12 @@ def candidates(
         [{_REPLICATE: "1", _SHARD: "-1"}] * (layout.dp_replicate > 1)
         + [{_TP: str(layout.tp * n), _SHARD: str(layout.dp_shard // n)} | same for n in tps],
         # Offloading concerns the activations that checkpointing saves, so that mode must be on.
-        [{"activation_checkpoint.cpu_offload": "true"}] * (ac.mode != "none" and not ac.cpu_offload)
+        [{"activation_checkpoint.cpu_offload": "true"}]
+        * (ac.mode != "none" and not ac.cpu_offload)
         + [{"training.enable_cpu_offload": "true"}] * (not training.enable_cpu_offload),
         _experts(config, layout),
-        [{"training.mixed_precision_param": "bfloat16"}] * (training.compute_dtype == "float32"),
+        [{"training.mixed_precision_param": "bfloat16"}]
+        * (training.compute_dtype == "float32"),
         [{"loss.chunk_output": "true"}] * (not is_chunked),
     ]
     of_two_kinds = itertools.combinations(kinds, 2)
@@ -67,7 +69,9 @@ def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
     # number that arrives.
     tokens = training.local_batch_size * training.seq_len // (layout.cp * layout.tp)
     if layout.pp > 1:
-        tokens = tokens // training.local_batch_size * parallel.pipeline_parallel_microbatch_size
+        tokens = (
+            tokens // training.local_batch_size * parallel.pipeline_parallel_microbatch_size
+        )
     chunk, ep = tokens * model.top_k // 4, parallel.expert_parallel_degree
     is_chunked = 0 < config.moe.expert_chunk_rows <= chunk
     # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse degrees
@@ -149,7 +153,9 @@ def describe(answer: dict[str, Any]) -> list[str]:
     ]
     if line := uneven_routing(step):
         lines.append(f"experts  {line}")
-    uneven = f" at {imbalance:g} times the mean load" if (imbalance := answer["imbalance"]) else ""
+    uneven = (
+        f" at {imbalance:g} times the mean load" if (imbalance := answer["imbalance"]) else ""
+    )
     if fixes:
         lines.append(f"changes that make it fit{uneven}, the fastest first:")
     elif uneven or not step["fits"]:

@@ -302,7 +302,9 @@ def _overlay(name: str, variant: Variant, job: Sequence[str]) -> str:
     needed = f"{variant.needed_gib:.1f} GiB" + (", tight" if variant.is_tight else "")
     where = f"{needed}, on {facts['world_size']} x {facts['hardware']}"
     summary = f"{name}: {variant.speed:,.0f} tokens/s/GPU{mfu}, {where}"
-    return settings_overlay(variant.settings, summary, f"titan train {' '.join(job)} {name}.toml")
+    return settings_overlay(
+        variant.settings, summary, f"titan train {' '.join(job)} {name}.toml"
+    )
 
 
 def _parser() -> ArgumentParser:
@@ -373,7 +375,9 @@ def main(argv: list[str] | None = None) -> int:
         if name not in ALSO:
             raise mistake("--also", f"unknown: '{name}'{choose(name, ALSO)}")
     if "float8" in also and config.model.converters:
-        raise mistake("--also", "the job has model.converters already; float8 would replace them")
+        raise mistake(
+            "--also", "the job has model.converters already; float8 would replace them"
+        )
     search = LayoutSearch(
         job,
         config,

@@ -83,7 +83,9 @@ class Point:
 
     def settings(self, global_batch: int, *, num_layers: int) -> Settings:
         """Return the point as overrides of a job."""
-        found: dict[str, int | str] = {AXES[axis]: degree for axis, degree in self.degrees.items()}
+        found: dict[str, int | str] = {
+            AXES[axis]: degree for axis, degree in self.degrees.items()
+        }
         if self.ep:
             found["parallelism.expert_parallel_degree"] = self.ep
         if self.pp > 1:

@@ -53,7 +53,9 @@ def lost_to(facts: Facts, *, most: int = 3) -> str:
     found = parts(facts)
     total = sum(found.values())
     shares = {name: s / total for name, s in found.items() if name != KERNELS}
-    order = sorted((name for name in shares if shares[name] >= _SHOWN), key=lambda n: -shares[n])
+    order = sorted(
+        (name for name in shares if shares[name] >= _SHOWN), key=lambda n: -shares[n]
+    )
     return ", ".join(f"{name} {shares[name]:.0%}" for name in order[:most]) or "-"
 
 

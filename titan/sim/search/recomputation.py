@@ -366,7 +366,9 @@ def samples(blocks: Blocks) -> Choices:
         # The compiler fuses everything else, and runs it again at next to no cost.
         block = blocks[inner[0]]
         expensive = {c: n for c, n in block.sizes.items() if c.partition("@")[0] in EXPENSIVE}
-        front = [kept for *_, kept in _front(replace(block, sizes=expensive)) if kept is not None]
+        front = [
+            kept for *_, kept in _front(replace(block, sizes=expensive)) if kept is not None
+        ]
         steps = min(_MOST_SAMPLES, len(inner), len(front) + 1) - 2
         later = [front[n * (len(front) - 1) // steps] for n in range(1, steps + 1)]
         chosen |= zip(inner, cycle([None, front[0], *later]))

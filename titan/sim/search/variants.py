@@ -242,7 +242,9 @@ class Search:
 def front(variants: Sequence[Variant]) -> list[Variant]:
     """Return the variants that fit and beat all others that need no more memory, the fastest first."""
     best: list[Variant] = []
-    for variant in sorted((v for v in variants if v.fits), key=lambda v: (-v.speed, v.needed_gib)):
+    for variant in sorted(
+        (v for v in variants if v.fits), key=lambda v: (-v.speed, v.needed_gib)
+    ):
         # From the fastest down, a variant is on the front if it needs less memory than all before
         # it. The margin of one byte keeps out equals.
         if not best or variant.needed_gib < best[-1].needed_gib - 1 / GIB:

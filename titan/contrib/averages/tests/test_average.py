@@ -46,11 +46,15 @@ def train(layout: Layout, precision: str) -> tuple[list[float], list[float], flo
         for step in range(1, STEPS + 1):
             # The second time step 4 has no update.
             accept: Any = lambda *_, step=step: step != 4  # noqa: E731
-            losses.append(of.train([mine(layout, of, step)], step=step, accept=accept).loss.item())
+            losses.append(
+                of.train([mine(layout, of, step)], step=step, accept=accept).loss.item()
+            )
             if of.average is None:
                 continue
             assert isinstance(of.average, WeightAverage)
-            share = {3: 1 - 2 / 11, 5: 1 - min(0.4, 4 / 13)}.get(step, 0.0 if step == 4 else 1.0)
+            share = {3: 1 - 2 / 11, 5: 1 - min(0.4, 4 / 13)}.get(
+                step, 0.0 if step == 4 else 1.0
+            )
             for name, parameter in of.average.parameters.items():
                 value = whole(parameter)
                 old = expected.get(name, value)
@@ -90,7 +94,9 @@ def alone(pool: Pool) -> list[float]:
     ],
     ids=str,
 )
-def test_the_average_is_that_of_the_formula(degrees: Any, pool: Pool, alone: list[float]) -> None:
+def test_the_average_is_that_of_the_formula(
+    degrees: Any, pool: Pool, alone: list[float]
+) -> None:
     layout = Layout("", degrees)
     for _, validated, apart in pool.run(layout.ranks, train, layout, "float32"):
         assert apart < STEPS
@@ -121,7 +127,9 @@ def run(layout: Layout, folder: str, steps: int) -> dict[str, Tensor]:
 
 
 def test_a_checkpoint_holds_it_for_any_layout(pool: Pool, tmp_path: Path) -> None:
-    one, sharded, split = (Layout("", degrees, documents=False) for degrees in ((), fsdp(2), tp(2)))
+    one, sharded, split = (
+        Layout("", degrees, documents=False) for degrees in ((), fsdp(2), tp(2))
+    )
     expected = pool.run(2, run, sharded, str(tmp_path), 3)[0]
     for layout in (one, split):  # nothing is left to do: loaded, to the bit
         for found in pool.run(layout.ranks, run, layout, str(tmp_path), 3):

@@ -109,7 +109,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS}
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|im_end|>"}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "eos_token": "<|im_end|>"})
+    )
     return path
 
 
@@ -200,7 +202,9 @@ def test_rows_hold_whole_conversations_and_predict_answers_alone(
     """Its eos token ends every message, and is no mark of a document here."""
     chats = [chat for chat in conversations(40) if len(reference(folder, PLAIN, chat)[0]) <= 90]
     expected = sorted(reference(folder, PLAIN, chat) for chat in chats)
-    source = s.JsonlSource(path=str(written(tmp_path / "a.jsonl", chats)), messages_key="messages")
+    source = s.JsonlSource(
+        path=str(written(tmp_path / "a.jsonl", chats)), messages_key="messages"
+    )
     batch = epoch(samples_of(opened(folder, PLAIN), source, tmp_path, seq_len=89))
     assert batch.document_ids_BS is not None and batch.positions_BS is not None
     found = []
@@ -219,7 +223,8 @@ def test_rows_hold_whole_conversations_and_predict_answers_alone(
             )
             if any(mask):
                 assert all(
-                    x in (IGNORED, y) for x, y in zip(labels[begin:end], inputs[1:], strict=False)
+                    x in (IGNORED, y)
+                    for x, y in zip(labels[begin:end], inputs[1:], strict=False)
                 )
                 found.append((inputs, mask))
     assert len(found) == len(expected)
@@ -344,7 +349,9 @@ def test_bad_conversations_are_named_by_file_and_line(
     folder: Path, tmp_path: Path, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path / "a.jsonl", [[USER, ANSWER], BAD[message]])
-    template = "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    template = (
+        "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    )
     (tmp_path / "chat.jinja").write_text(template + PLAIN)
     job = tmp_path / "job.toml"
     job.write_text(
@@ -381,7 +388,9 @@ def test_a_missing_or_unfit_template_says_what_to_set(
         "message.content |", "('' if loop.last else 'old ') + message.content |"
     )
     with pytest.raises(DataError, match=r"here: .* changes it later; write \{% generation %\}"):
-        ChatTemplate.of(opened(folder, changing)).encode([USER, ANSWER, USER, ANSWER], where="here")
+        ChatTemplate.of(opened(folder, changing)).encode(
+            [USER, ANSWER, USER, ANSWER], where="here"
+        )
     with pytest.raises(DataError, match=r"refuses the messages: .*unsafe"):
         hostile = ChatTemplate.of(opened(folder, "{{ messages.__class__.__mro__ }}"))
         hostile.prompt([USER], where="here")
@@ -390,7 +399,9 @@ def test_a_missing_or_unfit_template_says_what_to_set(
     job.write_text(f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n')
     assert titan(["check", str(job)]) == 2
     error = capsys.readouterr().err
-    assert "data.document_mask: conversations share sequences; set document_mask = true" in error
+    assert (
+        "data.document_mask: conversations share sequences; set document_mask = true" in error
+    )
     assert "the embedded tokenizer has no chat template" in error
 
 
@@ -438,8 +449,12 @@ def test_a_template_writes_what_transformers_writes(folder: Path, tmp_path: Path
     assert again.render(message, where="x", add_generation_prompt=True) == expected
 
 
-@pytest.mark.parametrize("use", ["x", "x | trim", "x.split('T')[0]", "x | reverse", "x | length"])
-def test_marked_text_that_is_used_later_is_transformers_or_refused(folder: Path, use: str) -> None:
+@pytest.mark.parametrize(
+    "use", ["x", "x | trim", "x.split('T')[0]", "x | reverse", "x | length"]
+)
+def test_marked_text_that_is_used_later_is_transformers_or_refused(
+    folder: Path, use: str
+) -> None:
     """A name that is set between the marks stays there."""
     marked = "{% generation %}{% set y = 'y' %}{{ messages[0].content }}{% endgeneration %}"
     template = "{% set x %}" + marked + "{% endset %}{{ " + use + " }}{{ y }}"
@@ -479,7 +494,9 @@ def test_conversations_with_tools_take_the_template_of_that_name(
     "more",
     table(__file__, "no_text_of_a_message_becomes_a_special_token"),
 )
-def test_no_text_of_a_message_becomes_a_special_token(folder: Path, more: dict[str, Any]) -> None:
+def test_no_text_of_a_message_becomes_a_special_token(
+    folder: Path, more: dict[str, Any]
+) -> None:
     chat = ChatTemplate.of(opened(folder, PLAIN))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}]
     for use in (chat.encode, chat.prompt):
@@ -497,7 +514,9 @@ RICH = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-OFFERED = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+OFFERED = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+]
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 ROWS: dict[str, dict[str, Any]] = table(__file__, "rows")
 
@@ -549,7 +568,9 @@ def test_rows_become_what_transformers_makes_of_them(
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
-@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}, {"weight": 1, "train": False}])
+@pytest.mark.parametrize(
+    "field", [{"weight": 0}, {"train": False}, {"weight": 1, "train": False}]
+)
 def test_answers_of_no_weight_are_context(
     field: dict[str, Any], template: str, folder: Path
 ) -> None:
@@ -563,7 +584,9 @@ def test_answers_of_no_weight_are_context(
     plain = [{k: v for k, v in m.items() if k in ("role", "content")} for m in chat]
     tokens, before = ours.encode(chat, where="here"), ours.encode(plain, where="here")
     assert without_kind(tokens).tolist() == without_kind(before).tolist()
-    learnt = ours.tokenizer.decode(without_kind(tokens[tokens >> KIND_SHIFT == PREDICTED]).tolist())
+    learnt = ours.tokenizer.decode(
+        without_kind(tokens[tokens >> KIND_SHIFT == PREDICTED]).tolist()
+    )
     assert "good" in learnt and "bad" not in learnt
     everything = [{**m, "weight": 0} for m in plain]
     assert not (ours.encode(everything, where="here") >> KIND_SHIFT == PREDICTED).any()

@@ -42,7 +42,9 @@ def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPa
     groups = membership.Elastic(run)
     groups.updated(Mock())
     assert groups.is_first and run.repeat.called
-    run.hook(StepLimit).step_end.assert_called_once()  # the next quorum may take longer than a step
+    run.hook(
+        StepLimit
+    ).step_end.assert_called_once()  # the next quorum may take longer than a step
 
 
 @needs_torchft
@@ -161,7 +163,9 @@ def end_group(group: subprocess.Popen[str]) -> None:
     group.communicate()
 
 
-def start_group(number: int, folder: Path, address: str, *settings: str) -> subprocess.Popen[str]:
+def start_group(
+    number: int, folder: Path, address: str, *settings: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "titan.cli", "train", *JOB]
     command += [
         "--nproc",
@@ -247,7 +251,9 @@ def test_a_group_that_cannot_heal_ends_and_the_others_go_on(tmp_path: Path) -> N
             assert returning[-1].returncode == 1, text
             assert "healing_timeout_seconds = 2" in text and "group-1 ends, so that" in text
             before = len(logged_steps(tmp_path / "group-0"))
-            wait_for(lambda at=before: len(logged_steps(tmp_path / "group-0")) > at + 3, [healthy])
+            wait_for(
+                lambda at=before: len(logged_steps(tmp_path / "group-0")) > at + 3, [healthy]
+            )
         assert {row["replica_groups"] for row in logged_rows(tmp_path / "group-0")} == {1}
     finally:
         for group in [healthy, *returning]:
@@ -274,7 +280,9 @@ def lighthouse(port: int, min_replicas: int = 1) -> Any:
         ("fault_tolerance.replica_id=0", "replica_id: group-0 trains already"),
     ],
 )
-def test_a_group_of_another_job_is_refused_by_name(tmp_path: Path, setting: str, said: str) -> None:
+def test_a_group_of_another_job_is_refused_by_name(
+    tmp_path: Path, setting: str, said: str
+) -> None:
     server = lighthouse(0)
     address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
     # Both wait for the other, so that they begin together.
@@ -346,7 +354,9 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     section = groups_of(job)
     assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
     assert section.lighthouse == f"{run}/lighthouse"  # each group reads it, again after a loss
-    assert job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
+    assert (
+        job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
+    )
     capsys.readouterr()
 
 
@@ -381,7 +391,10 @@ def test_the_lighthouse_is_queued_again_while_there_are_groups(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     arguments = [str(ROOT / JOB[0]), "--job.dump_folder=run", "--checkpoint.enable=true"]
-    assert main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"]) == 0
+    assert (
+        main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"])
+        == 0
+    )
     script = tmp_path / "run/lighthouse.sbatch"
     assert "#SBATCH --requeue" in script.read_text()
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -480,7 +493,8 @@ def test_groups_that_would_share_gpus_are_refused(
 ) -> None:
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
     assert (
-        main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options]) == 2
+        main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options])
+        == 2
     )
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("command line: ") and message in line

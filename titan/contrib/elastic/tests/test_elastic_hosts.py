@@ -22,7 +22,9 @@ def groups(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("how", ["cut", pytest.param("stop", marks=pytest.mark.slow)])
-def test_a_silent_host_costs_the_seconds_that_the_lighthouse_needs(groups: Any, how: str) -> None:
+def test_a_silent_host_costs_the_seconds_that_the_lighthouse_needs(
+    groups: Any, how: str
+) -> None:
     """It does not cost the minute that a sum may take, and its group comes back without a restart."""
     groups.start_both()
     [event] = drill.silence(groups, 1, how)

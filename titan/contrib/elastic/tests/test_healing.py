@@ -50,7 +50,11 @@ def test_every_tensor_comes_as_it_is(peer: Healing, monkeypatch: pytest.MonkeyPa
     theirs, their_form = tree_flatten(found)
     assert form == their_form
     for a, b in zip(mine, theirs, strict=True):
-        assert (a.dtype == b.dtype and torch.equal(a, b)) if isinstance(a, torch.Tensor) else a == b
+        assert (
+            (a.dtype == b.dtype and torch.equal(a, b))
+            if isinstance(a, torch.Tensor)
+            else a == b
+        )
 
 
 def test_a_transfer_ends_with_its_limit_or_with_the_meeting(peer: Healing) -> None:

@@ -85,7 +85,8 @@ def test_the_harness_says_the_same(
     for name in ("choice/acc", "choice/acc_norm", "cloze/acc"):
         assert found[f"harness_{name}"] == loop[f"stdlib_{name}"]
     answers = [
-        sample["filtered_resps"][sample["doc"]["answer"]][0] for sample in samples["harness_choice"]
+        sample["filtered_resps"][sample["doc"]["answer"]][0]
+        for sample in samples["harness_choice"]
     ]
     expected = loop["stdlib_choice/log_likelihood"]
     assert fmean(map(float, answers)) == pytest.approx(expected, rel=1e-6)

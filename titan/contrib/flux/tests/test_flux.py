@@ -121,13 +121,17 @@ def test_a_batch_belongs_to_the_numbers_of_its_samples() -> None:
     seen: dict[int, dict[str, torch.Tensor]] = {}
     for world, accumulation in ((1, 4), (2, 2), (4, 1)):
         for rank in range(world):
-            for batch in task.loader(rank=rank, world=world, accumulation=accumulation).next_step():
+            for batch in task.loader(
+                rank=rank, world=world, accumulation=accumulation
+            ).next_step():
                 for row in range(2):
                     sample = {
                         n: t[row] for n, t in vars(batch).items() if isinstance(t, torch.Tensor)
                     }
                     known = seen.setdefault(batch.first_sample + row, sample)
-                    assert all(torch.equal(known[name], value) for name, value in sample.items())
+                    assert all(
+                        torch.equal(known[name], value) for name, value in sample.items()
+                    )
     assert sorted(seen) == list(range(8))
     assert len({sample["time_B"].item() for sample in seen.values()}) == 8
 
@@ -149,7 +153,9 @@ def test_the_input_lies_on_the_line_to_the_noise_and_ignored_samples_count_nothi
 
 
 def test_dropout_leaves_out_the_context_of_as_many_samples() -> None:
-    task = task_of(flux_job(training={"local_batch_size": 500}, task={"options": {"dropout": 0.3}}))
+    task = task_of(
+        flux_job(training={"local_batch_size": 500}, task={"options": {"dropout": 0.3}})
+    )
     [batch] = task.loader(rank=0, world=1).next_step()
     kept = batch.context_BTC.flatten(1).any(1)
     assert torch.equal(kept, batch.pooled_BC.any(1))
@@ -165,14 +171,20 @@ def test_sources_on_disk(tmp_path: Path) -> None:
         )
         lines.append(f'{{"file": "{number}.png", "label": {number % 8}}}')
     (tmp_path / "labels.jsonl").write_text("\n".join(lines))
-    held_out = task_of(flux_job(task={"options": {"source": "pictures", "path": str(tmp_path)}}))
+    held_out = task_of(
+        flux_job(task={"options": {"source": "pictures", "path": str(tmp_path)}})
+    )
     samples = held_out.dataset("validation", rank=0, world=1)
     rows = samples.get(np.arange(2))
     assert samples.num_samples == 2
-    np.testing.assert_allclose((rows.pictures[1, 0] + 1) * 127.5, pictures[20, :, :, 0], atol=1e-4)
+    np.testing.assert_allclose(
+        (rows.pictures[1, 0] + 1) * 127.5, pictures[20, :, :, 0], atol=1e-4
+    )
     assert rows.pooled_BC[1].argmax() == 20 % 8
     train = held_out.dataset("train", rank=0, world=1)
-    assert len({p.tobytes() for p in train.get(np.arange(38)).pictures}) == 38  # each once an epoch
+    assert (
+        len({p.tobytes() for p in train.get(np.arange(38)).pictures}) == 38
+    )  # each once an epoch
     for name, shape in {
         "latents": (40, 1, 16, 16),
         "context": (40, 4, 16),
@@ -309,7 +321,9 @@ def test_encodings_are_drawn_by_the_number_of_a_held_out_item(tmp_path: Path) ->
     assert not np.array_equal(*drawn)
     with pytest.raises(DataError, match="no item that is held out; take 0 to 1"):
         task.draw(model, "2", seed=0, file=tmp_path / "x.npy")
-    labels = task_of(flux_job(task={"options": options | {"source": "pictures", "path": "moved"}}))
+    labels = task_of(
+        flux_job(task={"options": options | {"source": "pictures", "path": "moved"}})
+    )
     labels.draw(model, "3", seed=0, file=tmp_path / "x.npy")
 
 

@@ -170,7 +170,9 @@ def their_model(transformers: Any) -> Any:
     written = hf_config(SMALL)
     written["vision_feature_layer"] = -2
     written["vision_config"]["num_hidden_layers"] = SMALL.vision_layers + 1
-    twin = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**written)).eval()
+    twin = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(**written)
+    ).eval()
     for name, parameter in twin.named_parameters():
         torch.nn.init.normal_(parameter, std=0.5 if "norm" in name else 0.2)
     return twin
@@ -186,7 +188,9 @@ def test_transformers_both_ways(old_names: bool, tmp_path: Path) -> None:
         file = tmp_path / "theirs" / "model.safetensors"
         new = "vision_tower.vision_model.".join
         save_file({new(n.split("vision_tower.")): t for n, t in load_file(file).items()}, file)
-    left = [line for line in from_hf(tmp_path / "theirs", tmp_path / "ours") if "left out" in line]
+    left = [
+        line for line in from_hf(tmp_path / "theirs", tmp_path / "ours") if "left out" in line
+    ]
     assert len(left) == 2 and "encoder.layers.2." in left[1]
     to_hf(tmp_path / "ours", tmp_path / "back", dtype=None, file_bytes=10**9, tokenizer="bytes")
     back = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
@@ -265,7 +269,9 @@ def test_pictures_are_prepared_as_transformers_does(folder: Path) -> None:
     prepare = clip.CLIPImageProcessorPil(**{k: settings[k] for k in ("size", "crop_size")})
     pictures = Pictures.open(ImageTextOptions(path=str(folder)))
     for number in range(10):
-        pixels = prepare(Image.open(folder / f"{number}.png"), return_tensors="np")["pixel_values"]
+        pixels = prepare(Image.open(folder / f"{number}.png"), return_tensors="np")[
+            "pixel_values"
+        ]
         ours = patches_of(pictures.pixels(number, side=8), SMALL)
         side = SMALL.patch_size
         theirs = pixels[0].reshape(3, 2, side, 2, side).transpose(1, 3, 0, 2, 4)
@@ -328,7 +334,9 @@ def test_parquet_has_the_same_pictures(folder: Path) -> None:
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     pytest.importorskip("datasets")
     lines = map(json.loads, (folder / "captions.jsonl").read_text().splitlines())
-    rows = [{"picture": (folder / row["image"]).read_bytes(), "text": row["text"]} for row in lines]
+    rows = [
+        {"picture": (folder / row["image"]).read_bytes(), "text": row["text"]} for row in lines
+    ]
     (folder / "parquet").mkdir()
     parquet.write_table(arrow.Table.from_pylist(rows), folder / "parquet" / "0.parquet")
     ours = Pictures.open(ImageTextOptions(path=str(folder / "parquet"), image_key="picture"))

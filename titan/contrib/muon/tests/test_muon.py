@@ -214,7 +214,9 @@ def shares(kinds: list[tuple[int, int]]) -> int:
         p.grad = torch.ones_like(p)
     done: list[int] = []
     whole = muon.newton_schulz
-    muon.newton_schulz = lambda x_NRC, **options: done.append(len(x_NRC)) or whole(x_NRC, **options)
+    muon.newton_schulz = lambda x_NRC, **options: (
+        done.append(len(x_NRC)) or whole(x_NRC, **options)
+    )
     try:
         optimizer.step()
     finally:

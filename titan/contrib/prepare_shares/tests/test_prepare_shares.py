@@ -51,7 +51,9 @@ def zstandard(folder: Path) -> None:
     for number in range(5):
         rows: list = [{"text": text, "id": "x"} for text in make_texts(60, seed=number)]
         rows[::7] = [{"text": ""}, {"text": None}] * 4 + [{"text": "last"}]
-        with pyarrow.CompressedOutputStream(str(folder / f"{number}.jsonl.zst"), "zstd") as file:
+        with pyarrow.CompressedOutputStream(
+            str(folder / f"{number}.jsonl.zst"), "zstd"
+        ) as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
@@ -233,9 +235,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert share(folder, corpus, 2, 12) == share(folder, corpus, 1, 12) == 0
     assert "left: 3,4,5,6,7,8,9,10,11,12\n" in capsys.readouterr().out
     # The command that joins names the missing shares.
-    lacks = (
-        f"'{folder}' lacks shares 3,4,5,6,7,8,9,10,11,12 of 12: run the command with --share 3 12"
-    )
+    lacks = f"'{folder}' lacks shares 3,4,5,6,7,8,9,10,11,12 of 12: run the command with --share 3 12"
     assert lacks in line()
     assert "other options" in line("--no-bos", "--share", "3", "12")
     assert "other options" in line("--no-bos")

@@ -182,7 +182,9 @@ def test_jobs_are_trained_and_compared(
     assert "begins" not in said and "B takes 20% less time a token" in said
 
 
-@pytest.mark.parametrize(("old", "new", "expected"), table(__file__, "losses_that_do_not_compare"))
+@pytest.mark.parametrize(
+    ("old", "new", "expected"), table(__file__, "losses_that_do_not_compare")
+)
 def test_losses_that_do_not_compare(
     jobs: list[str], old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,7 +69,9 @@ def test_a_csv_file_is_fitted_predicted_and_kept(
     arguments += ["--predict=7e10,1.4e12", f"--plot={tmp_path / 'law.png'}"]
     assert titan(arguments) == 0
     said = capsys.readouterr().out
-    assert "the 34 smaller runs predicts the 2 largest" in said and said.count("; measured ") == 2
+    assert (
+        "the 34 smaller runs predicts the 2 largest" in said and said.count("; measured ") == 2
+    )
     assert "36 runs of " in said
     assert " times the largest run: the interval is 0." in said and "nats wide" in said
     assert (tmp_path / "law.png").stat().st_size > 10_000
@@ -107,7 +109,9 @@ def test_run_folders_have_their_parameters_tokens_and_validation_losses(tmp_path
 
     for width in (64, 128, 256):
         for tokens in (10_000, 20_000, 40_000):
-            folder(tmp_path / f"{width}-{tokens}", width=width, tokens=tokens, loss=9e4 / tokens)
+            folder(
+                tmp_path / f"{width}-{tokens}", width=width, tokens=tokens, loss=9e4 / tokens
+            )
     runs, shared = read([tmp_path])
     assert len(runs) == 9 and shared["training.dataset"] == "stdlib"
     assert {run.loss for run in runs} == {9.0, 4.5, 2.25}
@@ -121,7 +125,9 @@ def test_run_folders_have_their_parameters_tokens_and_validation_losses(tmp_path
     ("change", "expected"),
     table(__file__, "folders_that_do_not_compare"),
 )
-def test_folders_that_do_not_compare(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+def test_folders_that_do_not_compare(
+    tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
     from titan.contrib.scaling.runs import read
 
     folder(tmp_path / "a", width=64, tokens=10_000, loss=3.0)
@@ -324,7 +330,9 @@ def test_a_layout_that_does_not_fit_by_simulation_makes_way_for_another(
         capsys.readouterr()
         assert titan(words) == 0
         said = capsys.readouterr()
-        assert len([line for line in said.out.splitlines() if line.startswith("llama3")]) == sizes
+        assert (
+            len([line for line in said.out.splitlines() if line.startswith("llama3")]) == sizes
+        )
         # With all of the memory, the formula ranks first what it ranked with nine tenths.
         assert len({*tried}) == len(tried) == (fits_at or 4)
         assert (
@@ -381,7 +389,9 @@ def test_runs_on_a_line_of_tokens_and_parameters_are_called_so(
     line = [Run(f"{n:.0e}", n, 20 * n, loss) for n, loss in zip(sizes, losses, strict=True)]
     for runs, is_said in ((line, True), (synthetic(0, sizes=3, lengths=3), False)):
         assert titan(["scaling", str(write_csv(tmp_path / "runs.csv", runs)), "--draws=2"]) == 0
-        assert ("the law cannot tell A / N^a from B / D^b" in capsys.readouterr().out) == is_said
+        assert (
+            "the law cannot tell A / N^a from B / D^b" in capsys.readouterr().out
+        ) == is_said
 
 
 def test_runs_that_are_left_out_do_not_count(
@@ -390,7 +400,9 @@ def test_runs_that_are_left_out_do_not_count(
     runs = [run for run in synthetic(0, noise=0) if run.params < 1e8 or run.tokens > 4e11]
     file = write_csv(tmp_path / "runs.csv", runs)
     assert titan(["scaling", str(file), "--leave-out=5"]) == 2
-    assert "6 runs with 1 numbers of params, 6 of tokens: the law needs" in capsys.readouterr().err
+    assert (
+        "6 runs with 1 numbers of params, 6 of tokens: the law needs" in capsys.readouterr().err
+    )
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:

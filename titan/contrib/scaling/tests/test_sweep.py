@@ -176,7 +176,9 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
     assert "lr=2e-3: waiting" in capsys.readouterr().err
     kept = (tmp_path / "s/sweep.json").read_text()
     assert titan([*words, "--set=optimizer.lr=2e-3,3e-3"]) == 2
-    assert "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
+    assert (
+        "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
+    )
     assert (tmp_path / "s/sweep.json").read_text() == kept
     assert titan([*words, "--set=optimizer.lr=2e-3,3e-3,1e-3"]) == 1
     assert [trial.name for trial in trials.read(tmp_path / "s")] == [
@@ -216,7 +218,9 @@ def test_another_job_needs_another_folder(job: Path, tmp_path: Path) -> None:
 
 def test_values_with_commas_and_names() -> None:
     given = ["model.overrides.dim=32,64", 'training.dataset="a,b",c', "data.x=[1, 2],[3]"]
-    nested = trials.parse_settings(['a.b=[[1, 2], [3]],{c = {d = 1, e = 2}, f = [3, 4]},"it\'s"'])
+    nested = trials.parse_settings(
+        ['a.b=[[1, 2], [3]],{c = {d = 1, e = 2}, f = [3, 4]},"it\'s"']
+    )
     assert nested["a.b"] == ["[[1, 2], [3]]", "{c = {d = 1, e = 2}, f = [3, 4]}", '"it\'s"']
     settings = trials.parse_settings(given)
     assert settings["training.dataset"] == ['"a,b"', "c"] and settings["data.x"] == [
@@ -278,7 +282,9 @@ def test_sigterm_cancels_the_tasks_of_ray_and_orphans_are_named(
     monkeypatch.setattr("titan.contrib.scaling.execute.connect", lambda *_, **__: ray)
     assert run_on_ray(two, "auto", processes=1) == 75
     assert ray.cancelled == ["a", "b"]
-    assert capsys.readouterr().out.startswith("b: goes on since an earlier command; its task waits")
+    assert capsys.readouterr().out.startswith(
+        "b: goes on since an earlier command; its task waits"
+    )
 
 
 @pytest.mark.slow
@@ -296,7 +302,9 @@ def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path
         f"--ray={cluster.address}",
     ]
     try:
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         deadline = time.monotonic() + 240
         while len([*folder.glob("lr=*/metrics.jsonl")]) < 2:
             assert time.monotonic() < deadline and process.poll() is None

@@ -238,7 +238,10 @@ def test_in_python_and_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     simulation = titan.sim.simulate_step(script, world_size=8, profile="h100-sxm", **sizes)
     products = 2 * 8 * 256**2 + 256 * 512
     [trace] = simulation.traces.values()
-    assert sum(e.kernel.flops for e in launches(trace, "forward", "backward")) == 6 * 128 * products
+    assert (
+        sum(e.kernel.flops for e in launches(trace, "forward", "backward"))
+        == 6 * 128 * products
+    )
     assert {e.kernel.kind for e in launches(trace, "optimizer")} == {"optimizer"}
     assert launches(trace, "clip")
     num_parameters = products + 512 * 256 + 512 + 2 * (5 * 256 + 2 * 256)
@@ -295,7 +298,9 @@ def test_mistakes_are_one_line(
 ) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     options = [option.replace("FILE", str(tmp_path / "faulty.py")) for option in options]
-    assert main(["sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet"]) == 2
+    assert (
+        main(["sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet"]) == 2
+    )
     line, *rest = capsys.readouterr().err.strip().splitlines()
     assert message in line and rest in ([], ["1 problem"])
 

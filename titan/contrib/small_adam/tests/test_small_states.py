@@ -49,7 +49,9 @@ def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
         parameter.grad = grad
 
 
-def run(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], steps: int = 10) -> None:
+def run(
+    optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter], steps: int = 10
+) -> None:
     for step in range(steps):
         set_gradients(named, step)
         optimizer.step()
@@ -158,7 +160,9 @@ def test_memory_of_eight_bits() -> None:
 def test_state_dicts_keep_precision(weights: torch.dtype, moments: torch.dtype) -> None:
     def build() -> SmallAdam:
         named = parameters(weights)
-        return SmallAdam(named.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, state_dtype=moments)
+        return SmallAdam(
+            named.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, state_dtype=moments
+        )
 
     saving, loading = build(), build()
     run(saving, {str(i): p for i, p in enumerate(saving.param_groups[0]["params"])}, steps=2)
@@ -190,7 +194,9 @@ def test_a_closure_is_called() -> None:
 # ---- stochastic rounding ---------------------------------------------------------------------
 
 
-def _round(value: float, *, count: int, step: int = 0, seed: int = 0, name: str = "w") -> Tensor:
+def _round(
+    value: float, *, count: int, step: int = 0, seed: int = 0, name: str = "w"
+) -> Tensor:
     """A bf16 weight of 0 after an update to `value`: the gradient's sign times the rate."""
     weight = nn.Parameter(torch.zeros(count, dtype=torch.bfloat16))
     optimizer = SmallAdam(
@@ -269,7 +275,9 @@ def test_bf16_weights_follow_fp32_ones(state_dtype: str) -> None:
 # ---- layouts ---------------------------------------------------------------------------------
 
 
-def shards(degrees: dict[str, int], cut: list[Any], dtype: torch.dtype) -> dict[str, nn.Parameter]:
+def shards(
+    degrees: dict[str, int], cut: list[Any], dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
     named = parameters(dtype)
     if degrees:
         mesh = build_mesh("cpu", **degrees)
@@ -346,7 +354,9 @@ def test_compiled_is_the_same_and_once_for_all_shapes() -> None:
     before = stats["unique_graphs"]
     fused = build_optimizer(section(AdamW8bitSection, implementation="fused"), ours.items())
     run(fused, ours, steps=3)
-    others = {n: nn.Parameter(torch.ones(s)) for n, s in {"a": (4, 4096), "b": (12, 128)}.items()}
+    others = {
+        n: nn.Parameter(torch.ones(s)) for n, s in {"a": (4, 4096), "b": (12, 128)}.items()
+    }
     run(
         build_optimizer(section(AdamW8bitSection, implementation="fused"), others.items()),
         others,

@@ -35,7 +35,9 @@ def _floats(given: list[Tensor | None]) -> list[Tensor | None]:
     return [x if x is None else x.float() for x in given]
 
 
-def _check(given: list[Tensor | None], chunks: tuple[int, ...] = CHUNKS, **options: Any) -> None:
+def _check(
+    given: list[Tensor | None], chunks: tuple[int, ...] = CHUNKS, **options: Any
+) -> None:
     """Both precisions against fp64. Measured: 4e-15; fp32 6e-7, and 1.1e-6 for gradients."""
     given = [x if x is None else x.float().double() for x in given]
     ids = options.pop("ids", None)
@@ -155,10 +157,13 @@ def _module_error(fault: str = "") -> float:
     q, k, v, gates, betas = (x for x in inputs(KINDS["gated delta"], 60) if x is not None)
     ids = torch.tensor([[0] * 7 + [1] * 40 + [2] + [3] * 12])
     module = LinearAttention(chunk=16)
-    whole = module(q, k, v, gates * 2 if fault == "gate" else gates, betas, None if fault else ids)
+    whole = module(
+        q, k, v, gates * 2 if fault == "gate" else gates, betas, None if fault else ids
+    )
     ends = [0, 7, 47, 48, 60]
     parts = [
-        step_by_step(*(x[:, :, a:b] for x in (q, k, v, gates, betas)))[0] for a, b in pairwise(ends)
+        step_by_step(*(x[:, :, a:b] for x in (q, k, v, gates, betas)))[0]
+        for a, b in pairwise(ends)
     ]
     return largest_error([whole], [torch.cat(parts, dim=2)])
 

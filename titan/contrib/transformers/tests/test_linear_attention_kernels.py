@@ -37,7 +37,9 @@ def by_documents(
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outs, lasts = [], []
     for number, (a, b) in enumerate(pairwise(ends)):
-        part: Any = [None if x is None else x[:, a:b].transpose(1, 2) for x in (q, k, v, g, beta)]
+        part: Any = [
+            None if x is None else x[:, a:b].transpose(1, 2) for x in (q, k, v, g, beta)
+        ]
         before = first if cu_seqlens is None else first[number : number + 1]
         out, last = step_by_step(*part, state=before, scale=scale)
         outs.append(out.transpose(1, 2))
@@ -116,7 +118,9 @@ def before(added: Tensor, linear: Tensor) -> Tensor:
 )
 def test_outputs_states_and_gradients(name: str, options: dict[str, Any]) -> None:
     given = [x if x is None else x.float() for x in inputs(KINDS[name], 100, batch=2)]
-    mine, plain = (with_gradients(call, given, **options) for call in (kernel, linear_attention))
+    mine, plain = (
+        with_gradients(call, given, **options) for call in (kernel, linear_attention)
+    )
     assert largest_error(mine, plain) < 2e-6
 
 

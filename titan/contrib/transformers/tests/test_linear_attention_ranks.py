@@ -38,7 +38,9 @@ class Layer(nn.Module):
         self.wide = nn.Linear(WIDTH, sum(self.sizes), bias=False)
         channels = sum(self.sizes)
         self.convolution = nn.Conv1d(channels, channels, 4, groups=channels)
-        self.gates = nn.Linear(WIDTH, HEADS * (KEY if kind.gates == "channel" else 1), bias=False)
+        self.gates = nn.Linear(
+            WIDTH, HEADS * (KEY if kind.gates == "channel" else 1), bias=False
+        )
         self.betas = nn.Linear(WIDTH, HEADS, bias=False)
         self.inner = LinearAttention(chunk=8)
         self.out = nn.Linear(HEADS * VALUE, WIDTH, bias=False)
@@ -46,10 +48,14 @@ class Layer(nn.Module):
     def forward(self, x_BSD: Tensor, ids: Any = None) -> Tensor:
         weight_DW, bias_D = self.convolution.weight[:, 0], self.convolution.bias
         borders, wide_BSD = self.inner.borders, self.wide(x_BSD)
-        mixed = F.silu(short_convolution(wide_BSD, weight_DW, bias_D, borders, document_ids_BS=ids))
+        mixed = F.silu(
+            short_convolution(wide_BSD, weight_DW, bias_D, borders, document_ids_BS=ids)
+        )
         q, k, v = (
             x.unflatten(-1, (heads, -1)).transpose(1, 2)
-            for x, heads in zip(mixed.split(self.sizes, -1), (GROUPS, GROUPS, HEADS), strict=True)
+            for x, heads in zip(
+                mixed.split(self.sizes, -1), (GROUPS, GROUPS, HEADS), strict=True
+            )
         )
         gates = F.logsigmoid(self.gates(x_BSD)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         gates = {"head": gates[..., 0], "channel": gates, "": None}[self.kind.gates]

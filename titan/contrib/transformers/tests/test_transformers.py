@@ -72,7 +72,9 @@ def section(**keys: Any) -> ModelSection:
 def saved(folder: Path, kind: str, **fields: Any) -> Path:
     """A folder of transformers' own with a small model."""
     architecture = families()[kind]
-    config = getattr(transformers, architecture).config_class(**overrides_of(architecture) | fields)
+    config = getattr(transformers, architecture).config_class(
+        **overrides_of(architecture) | fields
+    )
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config)
     for key, value in model.named_parameters():
@@ -96,7 +98,9 @@ def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Pat
 
 def test_a_checkpoint_of_a_folder_outlives_the_folder(tmp_path: Path) -> None:
     """It goes there and back bit for bit, and the file beside it is a job of the model."""
-    source = saved(tmp_path / "source", "mistral", vocab_size=300, max_position_embeddings=2**15)
+    source = saved(
+        tmp_path / "source", "mistral", vocab_size=300, max_position_embeddings=2**15
+    )
     run, back, moved = (tmp_path / name for name in ("run", "back", "moved"))
     assert convert.main(["from-hf", str(source), str(run)]) == 0
     source.rename(moved)

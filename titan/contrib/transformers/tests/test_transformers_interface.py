@@ -145,7 +145,9 @@ def test_each_seam_refuses_what_it_does_not_know(seam: str) -> None:
     for value in (torch.ones(2), 3, 0.5, True, "spiral"):
         with pytest.raises(UnsupportedModelError, match="gets chosen_keys from transformers"):
             SEAMS[seam](chosen_keys=value)
-    if not seam.startswith("recurrences"):  # whose arguments have the names of transformers' own
+    if not seam.startswith(
+        "recurrences"
+    ):  # whose arguments have the names of transformers' own
         with pytest.raises(UnsupportedModelError, match="gets positional argument 1 from"):
             SEAMS[seam](torch.ones(2))
 
@@ -181,4 +183,6 @@ def test_terms_that_a_class_adds_to_its_loss_are_refused(
     with pytest.raises(UnsupportedModelError, match=fix):
         describe(words(architecture, **{**small, **fields}))
     name, _, value = fix.partition(" = ")
-    assert describe(words(architecture, **{**small, **fields, name: json.loads(value)})).n_layers
+    assert describe(
+        words(architecture, **{**small, **fields, name: json.loads(value)})
+    ).n_layers

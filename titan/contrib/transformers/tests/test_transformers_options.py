@@ -229,7 +229,9 @@ def _leaves(table: dict[str, Any]) -> Any:
 
 
 def sizes_of(architecture: str, **overrides: Any) -> Any:
-    return ModelSection(name="transformers", architecture=architecture, overrides=overrides).sizes
+    return ModelSection(
+        name="transformers", architecture=architecture, overrides=overrides
+    ).sizes
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
@@ -267,7 +269,9 @@ _KINDS = {
     ids=str,
 )
 def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> None:
-    kind = next((kind for name, kind in _KINDS.items() if name in overrides), "Qwen3ForCausalLM")
+    kind = next(
+        (kind for name, kind in _KINDS.items() if name in overrides), "Qwen3ForCausalLM"
+    )
     section = ModelSection(name="transformers", architecture=kind, overrides=SMALL | overrides)
     _, [(found, message)] = section.resolved
     assert found == key and words in message and "\n" not in message

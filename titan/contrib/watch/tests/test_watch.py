@@ -25,13 +25,17 @@ from titan.contrib.watch.server import Server
 from titan.tools.plot import mark, read_metrics, read_starts
 from titan.tools.row_files import MAX_ROWS
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\"> & <!--"
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\"> & <!--"
+)
 PAGE = Path(__file__).parents[1] / "page.html"
 Get = Callable[..., tuple[int, str]]
 
 
 def metrics(folder: Path, steps: range, mode: str = "a", **values: Any) -> None:
-    rows = ({"step": s, "loss": 8 / s, "unix_s": 100.0 + s, "tokens_per_s": 50.0} for s in steps)
+    rows = (
+        {"step": s, "loss": 8 / s, "unix_s": 100.0 + s, "tokens_per_s": 50.0} for s in steps
+    )
     with (folder / "metrics.jsonl").open(mode) as file:
         file.writelines(json.dumps(row | values) + "\n" for row in rows)
 
@@ -269,7 +273,8 @@ def test_many_runs_make_no_larger_page(tmp_path: Path) -> None:
 def test_once_writes_a_page_that_no_text_can_break(run_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     assert (
-        main(["watch", str(run_dir), str(run_dir.parent / "run" / "."), "--once", str(file)]) == 0
+        main(["watch", str(run_dir), str(run_dir.parent / "run" / "."), "--once", str(file)])
+        == 0
     )
     page = file.read_text()
     assert page.count("<script>") == page.count("</script>") == 1 and "<img" not in page
@@ -303,7 +308,9 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
     other = tmp_path / "other"
     other.mkdir()
     for step in range(10, 100, 10):
-        metrics(other, range(step, step + 1), tokens=100 * step, time_s=50.0 + step, loss_mean=2.0)
+        metrics(
+            other, range(step, step + 1), tokens=100 * step, time_s=50.0 + step, loss_mean=2.0
+        )
     again = [
         ("start", 0, 40.0),
         ("resume", 15, 3700.0),
@@ -317,7 +324,8 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
     command = ["node", str(Path(__file__).with_name("page.js")), str(file)]
     shown = subprocess.check_output(command, text=True, timeout=60).splitlines()
     assert (
-        '"legend":"run|other|faint: each logged step, thin: mean since the last row, b' in shown[0]
+        '"legend":"run|other|faint: each logged step, thin: mean since the last row, b'
+        in shown[0]
     )
     assert "dashes: restart, dotted: rewind" in shown[0] and json.loads(shown[0])["dashes"] > 0
     # Curves of 3 and 9 rows are dots: three of the loss, one of the throughput.

@@ -64,7 +64,9 @@ def copy(name: str, target: Path, changes: Changes) -> int:
 def require_new(target: Path) -> None:
     """Raise InputError if a file exists, or the folder around it does not."""
     if target.exists() or not target.parent.is_dir():
-        reason = "it exists already" if target.exists() else f"there is no folder {target.parent}"
+        reason = (
+            "it exists already" if target.exists() else f"there is no folder {target.parent}"
+        )
         raise InputError(f"{target}: cannot be written: {reason}")
 
 

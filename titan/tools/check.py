@@ -165,7 +165,9 @@ def _memory(facts: dict[str, Any]) -> list[str]:
     if lines:
         holds = "the simulated value below is used" if "simulation" in facts else "not measured"
         precision = facts["precision"]
-        lines.insert(0, f"memory   GiB on the fullest rank, in {precision}, by formula ({holds})")
+        lines.insert(
+            0, f"memory   GiB on the fullest rank, in {precision}, by formula ({holds})"
+        )
     if gpus := facts.get("on_gpus"):
         more = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
         lines.append(f"    for this CPU. For a GPU add --hardware, such as h100-sxm: {more}")

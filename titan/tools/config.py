@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan.checks.rules import check as check_rules
-from titan.checks.shipped import about, copy, jobs
 from titan.commands import summary_of
 from titan.config.errors import ConfigError, Problem, did_you_mean, readable
 from titan.config.load import load_from_argv
 from titan.config.options import JOB, command_parser, known_options, mistake, put_json
 from titan.config.render import json_schema, to_toml
+from titan.tools.shipped import about, copy, jobs
 
 
 def main(argv: list[str]) -> int:
