@@ -123,7 +123,7 @@ def test_no_picture_is_named() -> None:
         "titan/huggingface/hf_model.py",  # the names of diffusers' files
         "titan/config/plug_ins.py",  # names of entry points
         "titan/checkpoint/saved_model.py",  # models without text
-        "titan/data/pictures.py",
+        "titan/tools/pictures.py",
     }
 
 

@@ -9,11 +9,11 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from titan.base.hardware import HARDWARE, MARGIN, by_name
+from titan.checks.check_extension import CheckExtension
 from titan.config.layout import layout_of
 from titan.config.load import leaves_layout_open
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, hardware_names, load_profile
-from titan.tools.check_extension import CheckExtension
 
 
 class HardwareCheck(CheckExtension):

@@ -1,6 +1,6 @@
 """Command `titan check`: the mistakes in a job, its layout and its memory. Imports no torch.
 
-Optional parts add options and lines, such as --hardware of the simulator (check_extension.py).
+Optional parts add options and lines, such as --hardware of the simulator (titan/checks/check_extension.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.identity import sources_of
+from titan.checks.check_extension import CheckExtension
 from titan.checks.machine import advise_config, first_weights, try_rows, try_tokenizer
 from titan.checks.rules import device_of, load_to_run
 from titan.commands import summary_of
@@ -22,7 +23,7 @@ from titan.config.phases import memory_of, phases_of
 from titan.config.plug_ins import parts_of
 from titan.config.schema import CsvSource, JobConfig, JsonlSource, ParquetSource, ShardsSource
 
-from .check_extension import CheckExtension, folders
+from .shipped import folders
 
 _TRIED_ROWS = 100  # rows of a source that are read
 _BESIDE_FOLDER = ("hf", "json", "world_size")  # options that go with --hf

@@ -11,8 +11,7 @@ from typing import Any
 from titan.config.options import mistake
 from titan.config.plug_ins import plug_ins
 from titan.config.schema import source_of
-from titan.tools.check_extension import folders
-from titan.tools.shipped import STARTER, copy, require_new
+from titan.tools.shipped import STARTER, copy, folders, require_new
 
 from .tables import parser_of
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import titan
 from titan.base.untrusted import InputError
+from titan.config.plug_ins import door, require_part
 from titan.config.toml import format_value
 
 STARTER = "starter"
@@ -86,3 +88,22 @@ def _changed(text: str, changes: Changes) -> str:
         elif not (word := re.match(r"\W*(\w+)", line)) or word[1] not in keys:
             lines.append(line)
     return "\n".join([*lines, ""])
+
+
+@door("folder")
+class FolderCommands(Protocol):
+    """Functions behind `titan check --hf` and `titan init --hf`."""
+
+    def main(self, options: Namespace) -> int:
+        """Print which model of titan a folder has. Return the exit code."""
+        ...
+
+    def job_of(self, path: Path) -> dict[str, dict[str, Any]]:
+        """Return the sections of a job for the model of a folder."""
+        ...
+
+
+def folders() -> FolderCommands:
+    """Import the module that reads Hugging Face folders, or raise ConfigError if it is not installed."""
+    missing = "this titan was installed without titan/huggingface, which reads folders"
+    return require_part(FolderCommands, key="--hf", missing=missing)

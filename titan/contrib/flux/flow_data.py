@@ -20,7 +20,7 @@ from titan.data import DataError
 from titan.data.base import Samples
 from titan.data.files import walk
 from titan.data.order import derive_key, permute
-from titan.data.pictures import read_picture
+from titan.tools.pictures import read_picture
 
 from .config import FluxConfig
 from .flow_options import FlowOptions

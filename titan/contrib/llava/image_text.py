@@ -32,7 +32,6 @@ from titan.data.files import PARQUET, find_files
 from titan.data.loader import Collate
 from titan.data.order import derive_key, permute
 from titan.data.packing import Batch
-from titan.data.pictures import read_picture
 from titan.data.reading import field, read_row
 from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens, begin_ids
@@ -43,6 +42,7 @@ from titan.parallel.init_weights import canonical_name
 from titan.tasks.base import Microbatch, SampleContext
 from titan.tasks.next_token import NextToken
 from titan.tools.generation import Generator
+from titan.tools.pictures import read_picture
 
 from .config import LlavaConfig
 from .huggingface import IMAGE_MEAN, IMAGE_STD

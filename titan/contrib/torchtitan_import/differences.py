@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
+from titan.checks.check_extension import CheckExtension
 from titan.config.errors import RuleViolation
 from titan.config.model import family
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
 from titan.config.toml import format_value
-from titan.tools.check_extension import CheckExtension
 
 from .aliases import TABLES
 

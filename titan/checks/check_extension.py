@@ -1,12 +1,11 @@
-"""Optional parts of `titan check`: their contracts. Imports no torch."""
+"""Contract of the optional parts of `titan check`. Imports no torch."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from titan.config.plug_ins import door, require_part
+from titan.config.plug_ins import door
 from titan.config.schema import JobConfig
 
 
@@ -54,22 +53,3 @@ class CheckExtension:
     def lines(self, facts: dict[str, Any]) -> list[str]:
         """Return lines below the page."""
         return []
-
-
-@door("folder")
-class FolderCommands(Protocol):
-    """Functions behind `titan check --hf` and `titan init --hf`."""
-
-    def main(self, options: Namespace) -> int:
-        """Print which model of titan a folder has. Return the exit code."""
-        ...
-
-    def job_of(self, path: Path) -> dict[str, dict[str, Any]]:
-        """Return the sections of a job for the model of a folder."""
-        ...
-
-
-def folders() -> FolderCommands:
-    """Import the module that reads Hugging Face folders, or raise ConfigError if it is not installed."""
-    missing = "this titan was installed without titan/huggingface, which reads folders"
-    return require_part(FolderCommands, key="--hf", missing=missing)
