@@ -529,3 +529,8 @@ def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert exit_code == 2 and line.startswith(said)
     _, script, _ = titan("completion")
     assert " bark " in script and " lost" in script
+
+
+def test_an_unset_hardware_is_no_hardware() -> None:
+    code, out, _ = titan("check", DEBUG, "--hardware=")
+    assert code == 0 and "not simulated" not in out

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.test_imports import SOURCES
+from titan.config.errors import ConfigError
 from titan.config.plug_ins import DOORS, load_part, load_plug_in, parts_of, plug_ins
 
 ROOT = Path(__file__).parents[1]
@@ -77,3 +78,14 @@ def test_no_part_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     contract = contracts()["launch"]
     monkeypatch.setattr("titan.config.plug_ins.plug_ins", lambda *_, **__: [])
     assert load_part(contract) is None
+
+
+def test_a_part_of_a_base_class_is_a_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = contracts()["load"]
+    monkeypatch.setattr("titan.config.plug_ins.load_plug_in", lambda _: type("Duck", (), {}))
+    with pytest.raises(ConfigError, match=r"load\.torchtitan.*is no subclass of LoadExtension"):
+        [*parts_of(contract)]
+    monkeypatch.setattr(
+        "titan.config.plug_ins.load_plug_in", lambda _: type("Own", (contract,), {})
+    )
+    assert all(isinstance(part, contract) for part in parts_of(contract))

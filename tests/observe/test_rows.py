@@ -144,3 +144,12 @@ def test_runs_and_groups_take_the_place_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / name / "status.json").touch()
     for folder, runs in (("", "a b"), ("b", "b"), ("c", "c/group-9 c/group-10"), ("x", "x")):
         assert RunFolder.find([tmp_path / folder]) == [tmp_path / run for run in runs.split()]
+
+
+def test_runs_near_a_folder_have_what_is_asked_for(tmp_path: Path) -> None:
+    for file in ("a/config.toml", "b/metrics.jsonl", "c/status.json"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
+    near = RunFolder.near(tmp_path / "a", "metrics.jsonl")
+    assert near == f"; runs near it: {tmp_path / 'b'}"
+    assert RunFolder.near(tmp_path / "x").count(str(tmp_path)) == 3

@@ -224,9 +224,14 @@ class RunFolder:
         return found
 
     @staticmethod
-    def near(folder: Path) -> str:
-        """Return a hint for the error about a folder that is no run: the runs near it."""
-        near = sorted({f.parent for sign in SIGNS for f in folder.parent.glob(f"*/{sign}")})
+    def near(folder: Path, *signs: str) -> str:
+        """Return a hint for the error about a folder that is no run: the runs near it.
+
+        Args:
+            folder: the folder.
+            *signs: names of files of which a run has one; by default, those of any run.
+        """
+        near = sorted({f.parent for s in signs or SIGNS for f in folder.parent.glob(f"*/{s}")})
         return f"; runs near it: {', '.join(map(str, near[:5]))}" if near else ""
 
     @property

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -125,8 +125,14 @@ def parts_of(contract: type[T]) -> Iterator[T]:
     """
     for entry in plug_ins("titan.extensions", of=DOORS[contract]):
         part = load_plug_in(entry)
-        is_subclass = isinstance(part, type) and contract in part.__mro__
-        yield part() if is_subclass else part
+        if Protocol in contract.__mro__:
+            yield part
+        elif isinstance(part, type) and issubclass(part, contract):
+            yield part()
+        else:
+            refuse(
+                "", f"entry point {entry.name}: {part} is no subclass of {contract.__name__}"
+            )
 
 
 def load_part(contract: type[T]) -> T | None:
@@ -145,11 +151,16 @@ def require_part(contract: type[T], *, key: str, missing: str) -> T:
     Raises:
         ConfigError: No package has one.
     """
-    if (part := load_part(contract)) is not None:
-        return part
-    from .errors import COMMAND_LINE, ConfigError, Problem
+    if (part := load_part(contract)) is None:
+        refuse(key, missing)
+    return part
 
-    raise ConfigError([Problem(COMMAND_LINE, 0, key, missing)])
+
+def refuse(key: str, message: str) -> NoReturn:
+    """Raise ConfigError for a key, or for none, without its place."""
+    from .errors import COMMAND_LINE, ConfigError, Problem  # imports pydantic
+
+    raise ConfigError([Problem(COMMAND_LINE if key else "", 0, key, message)])
 
 
 def is_ours(entry: EntryPoint) -> bool:

@@ -337,7 +337,7 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
     """
     if dataset in _PRESETS:
         preset = _PRESETS[dataset]
-        path = dataset_path or s.source_of(preset).path
+        path, fields = dataset_path or s.source_of(preset).path, type(preset).model_fields
         # A local copy without the hub's card has no configurations, so its files are read as plain files.
         if dataset_path and isinstance(preset, s.HuggingFaceSource):
             copy = Path(dataset_path).expanduser()
@@ -347,7 +347,7 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
             raise DataError(
                 f'dataset = "{dataset}" reads local files: set dataset_path beside it'
             )
-        return [preset if path is None else preset.model_copy(update={"path": path})]
+        return [preset.model_copy(update={"path": path}) if "path" in fields else preset]
     if "/" in dataset and not Path(dataset).expanduser().exists():
         return [s.HuggingFaceSource(path=dataset_path or dataset)]
     # Names of the hub have a slash, so this name is misspelt.

@@ -6,7 +6,7 @@ They are for models that titan did not write. A message names the module or para
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from .init_weights import canonical_name
@@ -31,15 +31,14 @@ def require_alike_modules(model: nn.Module, *, num_ranks: int) -> None:
 
 
 def _reason(module: nn.Module, num_ranks: int) -> str:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        if module.max_norm is not None:
+    if hasattr(module, "num_embeddings"):
+        if getattr(module, "max_norm", None) is not None:
             return "shortens rows of its weight in the forward pass, of which ranks have copies or parts: leave max_norm out, and shorten them after the optimizer's step"
-        if module.sparse:
+        if getattr(module, "sparse", False):
             return "makes sparse gradients, which cannot be reduced: set sparse=False"
-        if num_ranks > 1 and module.scale_grad_by_freq:
+        if num_ranks > 1 and getattr(module, "scale_grad_by_freq", False):
             return "divides gradients by how often an id is in this rank's batch: set scale_grad_by_freq=False"
-    is_norm = isinstance(module, _NormBase)
-    normalizes = isinstance(module, _BatchNorm) or (is_norm and module.track_running_stats)
+    normalizes = isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False)
     is_local = normalizes and module.training and not isinstance(module, nn.SyncBatchNorm)
     if num_ranks > 1 and is_local:
         return "takes its statistics from this rank's batch: use nn.SyncBatchNorm, a norm of each sample (GroupNorm, LayerNorm), or eval()"

@@ -38,9 +38,8 @@ def load_hooks() -> dict[str, HookFactory]:
 
 
 def _priority(factory: HookFactory) -> int:
-    # A function has no priority before it returns a hook.
-    is_class = isinstance(factory, type) and issubclass(factory, Hook)
-    return factory.priority if is_class else Hook.priority
+    # A function may have none before it returns a hook.
+    return getattr(factory, "priority", Hook.priority)
 
 
 def standard_hooks(trainer: RunProgress) -> list[Hook]:

@@ -75,7 +75,7 @@ class HardwareCheck(CheckExtension):
             "fits": fits,
             "tight": tight,
         }
-        if self.here or self._options.formula:
+        if not self._options.hardware or self._options.formula:
             return facts
         from titan.sim.search.fit_advisor import suggest  # imports torch
 
@@ -99,7 +99,7 @@ class HardwareCheck(CheckExtension):
 
     def lines(self, facts: dict[str, Any]) -> list[str]:
         lines = []
-        if not self.here and not self._options.formula:
+        if self._options.hardware and not self._options.formula:
             from titan.sim.search.fit_advisor import describe
 
             lines = describe(facts)

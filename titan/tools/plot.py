@@ -11,12 +11,13 @@ events.jsonl. It needs the extra `plot` (matplotlib).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
-from titan.base.rows import Row, number
-from titan.base.run_folder import METRICS, RunFolder
+from titan.base.rows import Row, number, read_rows
+from titan.base.run_folder import EVENTS, METRICS, RunFolder
 from titan.base.untrusted import InputError
 from titan.config.options import mistake
 from titan.observe.sinks import require
@@ -67,7 +68,7 @@ def read_metrics(file: Path) -> list[Row]:
         InputError: there are no rows.
     """
     if not file.is_file():
-        hint = RunFolder.near(file.parent)
+        hint = RunFolder.near(file.parent, METRICS)
         raise InputError(f"{file}: no such file, so not the folder of a run{hint}")
     # Thinned: a picture of a thousand pixels cannot show a million rows.
     metrics = RowFile(file)
@@ -82,8 +83,10 @@ def read_metrics(file: Path) -> list[Row]:
 
 
 def read_starts(run: Path) -> list[Row]:
-    """Read the events after which a run continued from a checkpoint."""
-    return [row for row in RunFolder(run).events() if row["event"] in MARKS]
+    """Read the events after which a run continued from a checkpoint. A missing file has none."""
+    with suppress(InputError):
+        return [row for row in read_rows(run / EVENTS) if str(row.get("event")) in MARKS]
+    return []
 
 
 def mark(start: Row, rows: list[Row], x: str) -> float | None:

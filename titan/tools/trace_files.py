@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from titan.base.run_folder import RunFolder
+from titan.base.run_folder import CONFIG, RunFolder
 from titan.base.untrusted import InputError, Unpacked
 
 from .trace import MAX_EVENTS, Record, Report, TooLarge, analyse
@@ -41,7 +41,7 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
     if run.is_file():
         return [run]
     if not run.exists():
-        raise InputError(f"{run}: no such run{RunFolder.near(run)}")
+        raise InputError(f"{run}: no such run{RunFolder.near(run, CONFIG)}")
     by_step = defaultdict[int, dict[int, Path]](dict)
     for folder in ("", "*/"):  # the folder of traces itself, or the run above it
         for path in run.glob(f"{folder}step-*/rank-*.json.gz"):

@@ -85,7 +85,7 @@ def folders_of(path: Path) -> list[Path]:
         return [path]
     if inside := sorted(file.parent for file in path.glob(f"*/{METRICS}")):
         return inside
-    hint = RunFolder.near(path)
+    hint = RunFolder.near(path, METRICS)
     if path.is_file():
         raise InputError(f"{path}: expected run folders, or one file that ends in .csv")
     raise InputError(f"{path}: no run, and no folder of runs{hint}")

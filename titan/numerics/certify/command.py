@@ -249,8 +249,8 @@ class Certifier:
 
         small = changed(self.small, {**self._keys(degrees), **drawn})
         results = self.run(small, world)
-        if "refused" in results[0]:  # all ranks say the same
-            return {"verdict": "refused", "reason": results[0]["refused"]}
+        if reason := next((result["refused"] for result in results if "refused" in result), ""):
+            return {"verdict": "refused", "reason": reason}
         keys = {**self._keys(degrees, alone=True), **drawn}
         if (section := quantize_section(small)) is not None:
             # In some layouts, titan leaves layers alone that it converts in one process.
