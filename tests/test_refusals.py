@@ -1,7 +1,8 @@
-"""Command lines that a command refuses by itself, without a run: test_refusals.json has a sentence for each, and what it prints."""
+"""Command lines that are refused before a run. test_refusals.json has a sentence for each, and the output."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ def test_a_refusal(sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert cli.main([word.replace("{folder}", str(tmp_path)) for word in row["command"]]) == 2
-    printed = "".join(capsys.readouterr())
+    out, err = capsys.readouterr()
+    if "--json" in row["command"]:
+        assert json.loads(out)["problems"] and not err
+    else:
+        assert not out
     for text in row["prints"]:
-        assert text.replace("{folder}", str(tmp_path)) in printed
-    assert row.get("not", "\0") not in printed
+        assert text.replace("{folder}", str(tmp_path)) in out + err
+    assert row.get("not", "\0") not in out + err

@@ -106,14 +106,19 @@ class LlamaConfig(ModelSizes):
         """Return the number of parameters in the matmuls of a block's attention."""
         return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
 
+    @property
+    def num_dense_params(self) -> int:
+        """Return the number of parameters in the matmuls of a block without experts."""
+        return self.num_attention_params + 3 * self.dim * self.ffn_dim
+
     def block_matmul_params(self, layer: int, *, active: bool = False) -> int:
-        """Return the number of parameters in the matmuls of a block.
+        """Return the number of parameters in the matmuls of a block. A family may state `num_block_params` in its place.
 
         Args:
             layer: number of the block.
             active: count only the parameters that act on one token.
         """
-        return self.num_attention_params + 3 * self.dim * self.ffn_dim
+        return self.num_block_params - self.num_block_norm_params
 
     def block_params(self, layer: int, *, active: bool = False) -> int:
         """Return the number of parameters of a block, norms included. The arguments are those of `block_matmul_params`."""
@@ -121,8 +126,8 @@ class LlamaConfig(ModelSizes):
 
     @property
     def num_block_params(self) -> int:
-        """Return the number of parameters of the last block, the largest."""
-        return self.block_params(self.n_layers - 1)
+        """Return the number of parameters of a block, norms included."""
+        return self.num_dense_params + self.num_block_norm_params
 
     @property
     def num_embedding_params(self) -> int:

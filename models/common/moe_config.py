@@ -63,7 +63,7 @@ class MoEConfig(LlamaConfig):
     def block_matmul_params(self, layer: int, *, active: bool = False) -> int:
         """Return the number of parameters in the matmuls of a block, as `LlamaConfig` counts them."""
         if not self.is_moe_layer(layer):
-            return super().block_matmul_params(layer)
+            return self.num_dense_params
         experts = self.num_shared_experts + (self.top_k if active else self.num_experts)
         router = self.dim * self.num_experts
         return self.num_attention_params + router + experts * self.num_expert_params
@@ -74,6 +74,11 @@ class MoEConfig(LlamaConfig):
         biases = self.num_experts + routed * (2 * self.expert_dim + self.dim)
         biases *= self.moe_biases and self.is_moe_layer(layer)
         return super().block_params(layer, active=active) + biases
+
+    @property
+    def num_block_params(self) -> int:
+        """Return the number of parameters of the last block, the largest."""
+        return self.block_params(self.n_layers - 1)
 
     @property
     def num_active_params(self) -> int:

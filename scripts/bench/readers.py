@@ -1,4 +1,4 @@
-"""What it costs to read a long run: `titan watch`, `titan plot`, and a resume.
+"""Cost of reading a long run: `titan watch`, `titan plot`, and a resume.
 
     python scripts/bench/readers.py --rows 10000,100000,1000000 --checkpoints 10000 --rounds 3
 

@@ -120,7 +120,7 @@ def test_the_page_gives_a_long_stage_its_own_layout(tmp_path: Path) -> None:
     assert [phase.layout.accumulation for phase in phases] == [2, 2, 8]
 
 
-# (: A key of the phase has its line; a key that it takes over from the job names the phase.
+# A key of the phase has its line. A key that it inherits from the job names the phase.
 WRONG = table(__file__, "wrong")
 
 

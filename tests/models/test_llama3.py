@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -173,3 +174,19 @@ def test_a_field_that_is_null_and_has_no_default_is_named() -> None:
     hf = {"model_type": "llama", "hidden_size": None}
     with pytest.raises(ValueError, match="hidden_size is missing"):
         read_config(hf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WiderBlocks(LlamaConfig):
+    """Family of another package that states the parameters of a block alone."""
+
+    @property
+    def num_block_params(self) -> int:
+        return super().num_block_params + 100
+
+
+def test_a_family_may_state_the_parameters_of_a_block_alone() -> None:
+    sizes = FLAVORS["tiny"]
+    wider = _WiderBlocks(**{f.name: getattr(sizes, f.name) for f in fields(sizes) if f.init})
+    assert wider.num_params == sizes.num_params + 100 * sizes.n_layers
+    assert wider.flops_per_token(64) == sizes.flops_per_token(64) + 600 * sizes.n_layers

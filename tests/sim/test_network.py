@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import mean
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.tables import table
 from titan.config.load import load_from_argv
+from titan.parallel.traits import add_defaults
 from titan.sim.price.network import (
     NIC_IN,
     NIC_OUT,
@@ -290,3 +291,15 @@ def test_a_rack_of_nvlink_is_one_node() -> None:
     # The second rack is reached by cards.
     assert transfer_s(exchange, group(range(72, 136)), rack) == pytest.approx(within)
     assert transfer_s(exchange, group(range(64, 128)), rack) > 2 * within
+
+
+def test_a_family_of_experts_without_groups_has_one() -> None:
+    """Its sizes get the names that they lack, as `titan.config.model.family` adds them."""
+
+    @dataclass(frozen=True)
+    class Sizes:
+        num_experts: int = 8
+        top_k: int = 2
+
+    add_defaults(sizes := Sizes())
+    assert Dispatch.of(sizes) == Dispatch(8, 2)

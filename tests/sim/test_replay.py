@@ -228,7 +228,7 @@ def test_transfers_of_one_group_queue_and_those_of_one_work_do_not() -> None:
 
 
 def test_messages_of_one_work_pair_in_order() -> None:
-    """Two sends to one peer: each belongs to the receive of its own turn."""
+    """Two sends to one peer pair with its receives in order."""
     traces = {}
     for rank, kind, peer in ((0, "send", 8), (8, "recv", 0)):
         sides = [transfer(n, group="pp", work=1, kind=kind, peer=peer) for n in (10, 30)]

@@ -264,7 +264,7 @@ class TextStream:
         self._beginning = self._dataset.state_dict()
 
     def unread(self) -> list[str]:
-        """Return a warning about unread keys of the first rows. The next `read` begins where it is told to."""
+        """Return a warning about unread keys of the first rows. Each `read` loads its position, so none is moved."""
         counts = Counts()
         for text in islice(self.read(), _COUNTED_ROWS):
             count(counts, "rows", text.unread)

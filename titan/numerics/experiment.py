@@ -431,7 +431,7 @@ def settle(
         two: the other run.
         again: trains the reference once more.
         is_same: nothing in the two rounds otherwise, so the third run is as the first, and shows whether the machine repeats its bits.
-        why: reason for which the comparison can tell nothing, but for equal bits.
+        why: reason why the comparison can tell equal bits only.
     """
     proof = compare(one, two)
     if proof.verdict == EQUAL:

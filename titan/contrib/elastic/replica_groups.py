@@ -80,7 +80,7 @@ class ReplicaGroups:
             section: [fault_tolerance].
             device: device of this rank.
             state: function that returns the state for healing: JSON and plain tensors of this rank.
-            load: function that takes over a peer's state.
+            load: function that restores a peer's state.
 
         Raises:
             InputError: torchft is not installed, or no lighthouse is named.

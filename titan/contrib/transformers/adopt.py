@@ -40,7 +40,7 @@ def adopt(model: Any, hf: Any) -> Ends:
         hf: transformers' model.
 
     Returns:
-        The names of the children with parameters, but for the blocks.
+        The names of the children with parameters, without the blocks.
 
     Raises:
         UnsupportedModelError: titan cannot lay out the model.

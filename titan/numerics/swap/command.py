@@ -142,7 +142,7 @@ def plan(options: argparse.Namespace, keys: Sequence[str]) -> SwapTrial:
 
 
 def _facts(trial: SwapTrial, proofs: Mapping[str, Proof]) -> dict[str, Any]:
-    """Return the facts of a swap for --json and swap.json, but for its time and its result."""
+    """Return the facts of a swap for --json and swap.json, without its time and its result."""
     run, step = trial.handover.old, trial.steps[0] - 1
     newest = max([row["step"] for row in RunFolder(run).rows()], default=step)
     return {
