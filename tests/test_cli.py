@@ -531,6 +531,14 @@ def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert " bark " in script and " lost" in script
 
 
+def test_a_tokenizer_without_a_name_that_is_known_is_one_mistake(tmp_path: Path) -> None:
+    keys = ["--tokenizer.name=x", f"--tokenizer.path={tmp_path}", "--training.dataset=stdlib"]
+    code, _, lines = titan("check", DEBUG, *keys)
+    assert (
+        code == 2 and len(lines) == 1 and lines[0].startswith("command line: tokenizer.name: ")
+    )
+
+
 def test_an_unset_hardware_is_no_hardware() -> None:
     code, out, _ = titan("check", DEBUG, "--hardware=")
     assert code == 0 and "not simulated" not in out

@@ -21,7 +21,7 @@ from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.config import schema as s
-from titan.config.errors import Problem, Violations, problems_of
+from titan.config.errors import Problem, UnknownValue, Violations, problems_of
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
@@ -119,6 +119,8 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
     if config.model.resolved[0] is not None:
         try:
             tokenizer = open_tokenizer(config)
+        except UnknownValue:  # its mistake is a line already
+            pass
         # Libraries of many kinds read a file that anyone may have written.
         except Exception as error:
             if config.tokenizer.path:

@@ -34,12 +34,10 @@ def load_hooks() -> dict[str, HookFactory]:
         raise InputError(
             f"the installation of titan is older than its code, and has no hooks: {fix}"
         )
-    return dict(sorted(loaded.items(), key=lambda item: _priority(item[1])))
-
-
-def _priority(factory: HookFactory) -> int:
-    # A function may have none before it returns a hook.
-    return getattr(factory, "priority", Hook.priority)
+    # A function has no priority before it returns a hook.
+    return dict(
+        sorted(loaded.items(), key=lambda item: getattr(item[1], "priority", Hook.priority))
+    )
 
 
 def standard_hooks(trainer: RunProgress) -> list[Hook]:
