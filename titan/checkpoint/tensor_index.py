@@ -95,12 +95,12 @@ def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
         raise CheckpointError(error) from error
     # Check everything that a reader relies on before it reads a byte of a tensor.
     for name, tensor in index.tensors.items():
-        if problem := _problem(tensor, sizes):
+        if problem := problem_of(tensor, sizes):
             raise CheckpointError(f'{where}: "{printable(name, 200)}" {problem}')
     return index
 
 
-def _problem(tensor: StoredTensor, sizes: Mapping[str, int]) -> str:
+def problem_of(tensor: StoredTensor, sizes: Mapping[str, int]) -> str:
     """Return the problem of a tensor, or "" if it has none."""
     dtype = _DTYPE.fullmatch(tensor.dtype)
     if dtype is None:

@@ -195,9 +195,22 @@ def read_metadata(location: Location) -> Metadata:
     Raises:
         CheckpointError: the index is unusable.
     """
+    return metadata_of(tensor_index.read_index(location, file_sizes(location)), location)
+
+
+def metadata_of(index: TensorIndex, location: Location) -> Metadata:
+    """Convert an index to DCP's metadata.
+
+    Args:
+        index: a checked index.
+        location: folder of the step, for errors.
+
+    Raises:
+        CheckpointError: this torch lacks the dtype of a tensor.
+    """
     tensors = {}
     infos: dict[MetadataIndex, _StorageInfo] = {}
-    for name, stored in tensor_index.read_index(location, file_sizes(location)).tensors.items():
+    for name, stored in index.tensors.items():
         # The index has checked the spelling of the name, so this is no other attribute of torch.
         dtype = getattr(torch, stored.dtype, None)
         if not isinstance(dtype, torch.dtype):

@@ -135,9 +135,7 @@ def _write_job(
     }
     (output / "config.toml").write_text(
         "# The model of the checkpoint beside this file. Lay it over a job: titan train job.toml config.toml\n"
-        + "\n".join(
-            f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values
-        )
+        + toml_of(sections)
     )
     return keys
 
@@ -259,5 +257,10 @@ def check_new(output: Path) -> None:
         raise CheckpointError(f"{output} is there already; name a new folder, or remove it")
 
 
-def _lines(values: dict[str, Any]) -> str:
-    return "".join(f"{key} = {format_value(value)}\n" for key, value in values.items())
+def toml_of(sections: dict[str, dict[str, Any]]) -> str:
+    """Return sections as TOML, without those that are empty."""
+    lines: list[str] = []
+    for name, values in sections.items():
+        lines += [f"[{name}]"] * bool(values)
+        lines += [f"{key} = {format_value(value)}" for key, value in values.items()]
+    return "\n".join([*lines, ""])

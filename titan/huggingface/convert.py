@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from titan.checkpoint.saved_model import AVERAGE_OPTION, TOKENIZER_OPTION
 from titan.checkpoint.storage import as_location
 from titan.config.options import TRUST_OPTION, add_options, command_parser, mistake
+from titan.config.plug_ins import door, parts_of
 from titan.config.toml import table_beside
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -27,12 +29,21 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+@door("converter")
+class Converter(Protocol):
+    """Function that adds a way of `titan convert`."""
+
+    def __call__(self, ways: Any, /) -> None:
+        """Add a parser to `ways`. Its default of `convert` takes the options and returns messages."""
+        ...
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's options."""
     parser = command_parser(
-        "convert", summary="Convert Hugging Face folders to checkpoints and back."
+        "convert", summary="Convert checkpoints of other programs, and back."
     )
-    ways = parser.add_subparsers(dest="way", required=True, metavar="{from-hf,to-hf}")
+    ways = parser.add_subparsers(dest="way", required=True, metavar="WAY")
     options = table_beside(__file__, "options.toml")
     command = ways.add_parser(
         "from-hf", help="make a checkpoint of safetensors and config.json"
@@ -44,28 +55,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
     add("--average", **AVERAGE_OPTION)
+    for add_way in parts_of(Converter):
+        add_way(ways)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `titan convert`. Return its exit code, as in docs/cluster.md."""
-    args = parse(argv)
-    args.output = args.output or args.named
-    if args.output is None:
+    options = vars(parse(argv))
+    way, named = options.pop("way"), options.pop("named")
+    options["output"] = options["output"] or named
+    if options["output"] is None:
         raise mistake("", "OUT: missing; `titan convert --help` explains")
     from . import conversion
 
-    if args.way == "from-hf":
-        messages = conversion.from_hf(args.source, args.output, mtp=args.mtp)
-    else:
-        messages = conversion.to_hf(
-            args.source,
-            args.output,
-            dtype=args.dtype,
-            file_bytes=args.max_shard_size,
-            tokenizer=args.tokenizer,
-            average=args.average,
-            trust_remote_code=args.trust_remote_code,
-        )
-    print("\n".join(messages))
+    convert = options.pop("convert", None) or vars(conversion)[way.replace("-", "_")]
+    print("\n".join(convert(**options)))
     return 0

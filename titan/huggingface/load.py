@@ -182,6 +182,10 @@ def require_weights_for(sizes: Any, folder: HFFolder) -> None:
     Raises:
         CheckpointError: the files are too small.
     """
+    if (layers := sizes.n_layers) > len(folder.files):
+        raise CheckpointError(
+            f"{folder.path / CONFIG}: means {layers:,} layers, for {len(folder.files)} tensors"
+        )
     held = sum(file.stat().st_size for file in {*folder.files.values()})
     # The smallest weight takes half a byte, in MXFP4.
     if not 0 < sizes.num_params <= 2 * held:

@@ -1,0 +1,340 @@
+"""Way `titan convert from-megatron DIR OUT`, in one process and without Megatron.
+
+    OUT/checkpoint/step-N    weights and moments of Adam, as any checkpoint of titan
+    OUT/config.toml          a job that continues after step N
+    OUT/megatron.json        SHA-256 of each tensor of both checkpoints, and the arguments that were read
+
+Names go by transformers': Megatron's tensors, names.py, transformers' names, huggingface/hf_model.py, titan's parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.base.untrusted import printable
+from titan.checkpoint import CheckpointError
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.identity import tokenizer_facts
+from titan.checkpoint.tensors import some
+from titan.config.schema import CheckpointSection
+from titan.data.tokenizer import tokenizer_named
+from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
+from titan.huggingface.conversion import check_new, mapped, toml_of
+from titan.huggingface.hf_model import HFModel
+from titan.huggingface.load import HFFolder, model_keys, read_sizes, require_weights_for
+
+from .job import balance, hf_config, lost, sections
+from .names import EMBEDDINGS, part_of, places
+from .reading import MegatronFolder, digest, open_folder
+
+REPORT = "megatron.json"
+# Weights in full precision are part of the optimizer's state.
+_WEIGHTS = ("optimizer.state.fp32_param.", "optimizer.state.param.", "")
+_MOMENTS = ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+_STATE = re.compile(r"^optimizer\.state\.\w+\.")
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of Megatron's run.
+
+    Attributes:
+        read: those that were asked for.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        self.read[key] = super().__getitem__(key)
+        return self.read[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors of Megatron by transformers' names.
+
+    Attributes:
+        folder: Megatron's checkpoint.
+        config: config.json of the model.
+    """
+
+    folder: MegatronFolder
+    config: dict[str, Any]
+
+    def tensor(self, theirs: str, prefixes: tuple[str, ...]) -> Tensor:
+        """Return a tensor.
+
+        Args:
+            theirs: transformers' name. {} stands for the number of an expert, and the result stacks all.
+            prefixes: kinds of state, such as "optimizer.state.exp_avg.". The first that is there is read.
+
+        Raises:
+            CheckpointError: it is missing.
+        """
+        found = [*places(theirs, num_layers=self.config["num_hidden_layers"])]
+        for prefix in prefixes:
+            for place in found:
+                names = self._names(prefix + place.name)
+                if not all(name in self.folder.entries for name in names):
+                    continue
+                tensors = [self.folder.read(name) for name in names]
+                tensor = torch.stack(tensors) if "{}" in place.name else tensors[0]
+                part = part_of(
+                    tensor,
+                    place.part,
+                    num_heads=self.config["num_attention_heads"],
+                    num_groups=self.config["num_key_value_heads"],
+                )
+                return part[: self.config["vocab_size"]] if theirs in EMBEDDINGS else part
+        wanted = prefixes[-1] + found[-1].name if found else "a place"
+        raise CheckpointError(f"{self.folder.path}: {wanted} is missing, for {theirs}")
+
+    def _names(self, name: str) -> list[str]:
+        experts = self.config.get("n_routed_experts") or self.config.get("num_experts")
+        experts = experts or self.config.get("num_local_experts", 0)
+        return [name.replace("{}", str(n)) for n in range(experts)] if "{}" in name else [name]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a checkpoint becomes.
+
+    Attributes:
+        config: config.json of the model.
+        name: family of the model.
+        sizes: sizes of the model.
+        coefficients: coefficients of its losses beside the main loss.
+        sections: sections of the job, without the model.
+        step: steps that are done.
+        tokens: tokens that were read.
+        padding: rows of the embeddings that are left out.
+    """
+
+    config: dict[str, Any]
+    name: str
+    sizes: Any
+    coefficients: dict[str, float]
+    sections: dict[str, dict[str, Any]]
+    step: int
+    tokens: int
+    padding: int
+
+
+def from_megatron(
+    source: Path,
+    output: Path,
+    *,
+    job: Path | None = None,
+    tokenizer: str = "",
+    model_only: bool = False,
+) -> list[str]:
+    """Convert a checkpoint of Megatron. Return messages.
+
+    Args:
+        source: a folder iter_N, or a run's folder, which stands for its newest checkpoint.
+        output: new run folder.
+        job: where the job is written; None: config.toml of the run folder.
+        tokenizer: path of the tokenizer, which says how many rows of the embeddings are no padding.
+        model_only: leave the moments out, and begin with step 0.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or titan has no such model.
+    """
+    check_new(output)
+    folder = open_folder(source)
+    opened = tokenizer_named(tokenizer) if tokenizer else None
+    assets = {file.name: read_asset(file) for file in tokenizer_files(tokenizer)}
+    arguments = Arguments(folder.arguments)
+    plan = _plan(folder, arguments, opened and opened.vocab_size, model_only=model_only)
+    if not model_only:
+        _require_moments(folder)
+    model = HFModel.of(plan.name, plan.sizes)
+    metadata = {
+        "format": 1,
+        "step": plan.step,
+        "tokens": plan.tokens,
+        "data": {},
+        "model_only": model_only,
+        "text": {"tokenizer": tokenizer_facts(opened)} if opened else {},
+    }
+    manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output.parent, prefix=".converting-") as temporary:
+        source_of = Source(folder, plan.config)
+        state = dict(_state(source_of, model, Path(temporary), model_only=model_only))
+        _require_all_read(folder, model_only=model_only)
+        hashes = {name: digest(tensor) for name, tensor in state.items()}
+        path = Path(str(manager.save(plan.step, state, metadata=metadata)))
+    if assets:
+        write_files(assets, output / FOLDER)
+    job = job or output / "config.toml"
+    flavor = _write_job(job, output, plan, path, has_tokenizer=bool(assets))
+    report = {"megatron": folder.hashes, "titan": hashes, "arguments": arguments.read}
+    (output / REPORT).write_text(json.dumps(report, indent=1, default=repr))
+    return [
+        f"{path}: {plan.name} {flavor}, {plan.sizes.num_params:,} parameters, step {plan.step}",
+        *_messages(folder, arguments, plan),
+        f"SHA-256 of each tensor: {output / REPORT}",
+        f"continue: titan train {job}",
+    ]
+
+
+def _plan(
+    folder: MegatronFolder, arguments: Arguments, vocab_size: int | None, *, model_only: bool
+) -> Plan:
+    """Return what a checkpoint becomes, from its arguments.
+
+    Raises:
+        CheckpointError: titan has no such model, or arguments are missing or of other types.
+    """
+    try:
+        padded = arguments.get("padded_vocab_size") or arguments["vocab_size"]
+        rows = vocab_size or padded
+        config = hf_config(arguments, vocab_size=rows)
+        opened = HFFolder(folder.path, config, folder.files)
+        name, sizes = read_sizes(opened, mtp=True)
+        require_weights_for(sizes, opened)
+        known = {field.name for field in dataclasses.fields(sizes)}
+        losses = {key: x for key, x in balance(arguments).items() if key in known}
+        sizes = dataclasses.replace(sizes, **losses)
+        job, step, tokens = {}, 0, 0
+        if not model_only:
+            job = sections(arguments, folder.common["opt_param_scheduler"])
+            step = int(folder.common["iteration"])
+            tokens = arguments["consumed_train_samples"] * arguments["seq_length"]
+        return Plan(config, name, sizes, losses, job, step, tokens, padded - rows)
+    except CheckpointError:
+        raise
+    # The values may be of any type.
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        why = printable(f"{type(error).__name__}: {error}", 200)
+        raise CheckpointError(f"{folder.path}: arguments of the run: {why}") from error
+
+
+def _require_moments(folder: MegatronFolder) -> None:
+    """Check that the moments are stored by parameter.
+
+    Raises:
+        CheckpointError: they are stored otherwise, or there are none.
+    """
+    if any("optimizer.distributed." in name for name in (*folder.entries, *folder.others)):
+        kind = printable(str(_find(folder.common, "param_state_sharding_type")), 40)
+        raise CheckpointError(
+            f"{folder.path}: moments are stored by bucket ({kind}), not by parameter. In Megatron, load it and save it with "
+            "--dist-ckpt-optim-fully-reshardable; or convert the weights alone with --model-only"
+        )
+    if not any(name.startswith(_MOMENTS[0]) for name in folder.entries):
+        raise CheckpointError(
+            f"{folder.path}: holds no moments of Adam; convert with --model-only"
+        )
+
+
+def _find(values: Any, key: str) -> Any:
+    """Return the first value of a key in nested dictionaries and lists, or None."""
+    if isinstance(values, dict) and key in values:
+        return values[key]
+    parts = values.values() if isinstance(values, dict) else values
+    found = (_find(part, key) for part in parts if isinstance(part, dict | list))
+    return next((value for value in found if value is not None), None)
+
+
+def _state(
+    source: Source, model: HFModel, temporary: Path, *, model_only: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield titan's tensors by their names in a checkpoint. Each is in the memory of a file, so that it may be written out."""
+    folder = source.folder
+    steps = _find(folder.common.get("optimizer", {}), "common_step")
+    steps = steps or _find(folder.common.get("optimizer", {}), "step")
+    count = torch.tensor(float(steps or folder.common.get("iteration", 0)))
+    for ours, shape in model.shapes.items():
+        is_buffer = ours in model.buffers
+        kinds = {f"model.{ours}": _WEIGHTS}
+        if not model_only and not is_buffer:
+            kinds |= {f"optimizer.{ours}.{m.split('.')[2]}": (m,) for m in _MOMENTS}
+            yield f"optimizer.{ours}.step", count
+        for number, (key, prefixes) in enumerate(kinds.items()):
+            if ours not in model.names:  # transformers has no such tensor
+                yield key, torch.zeros(shape, dtype=model.buffers[ours])
+                continue
+            whole = source.tensor(model.names[ours], prefixes)
+            origin = model.origin(ours)
+            box = tuple(slice(o, o + n) for o, n in zip(origin, shape, strict=True))
+            part = whole[box] if whole.ndim == len(shape) else whole
+            if part.shape != shape:
+                raise CheckpointError(
+                    f"{folder.path}: {model.names[ours]} has shape {[*part.shape]}; the arguments make it {[*shape]}"
+                )
+            if not part.isfinite().all():
+                raise CheckpointError(f"{folder.path}: {model.names[ours]} is not finite")
+            tensor = mapped(temporary / f"{ours}.{number}", shape, part.dtype)
+            yield key, tensor.copy_(part)
+
+
+def _require_all_read(folder: MegatronFolder, *, model_only: bool) -> None:
+    """Check that no tensor of the checkpoint was left out.
+
+    Raises:
+        CheckpointError: the model has no place for some.
+    """
+    # Beside weights in full precision, those of the model are left out.
+    read = {_STATE.sub("", name) for name in folder.hashes}
+    extra = {_STATE.sub("", name) for name in folder.entries} - read
+    if model_only:
+        extra = {name for name in extra if not name.startswith("optimizer.")}
+    if extra:
+        raise CheckpointError(f"{folder.path}: the model has no place for {some(sorted(extra))}")
+
+
+def _write_job(file: Path, output: Path, plan: Plan, step: Path, *, has_tokenizer: bool) -> str:
+    """Write the job that continues, and config.json if the family reads it. Return the model's flavor."""
+    keys = model_keys(plan.name, plan.sizes, described := (output / "model.json").absolute())
+    if "hf_path" in keys:
+        described.write_text(json.dumps(plan.config, indent=2))
+    else:
+        keys["overrides"] = keys.get("overrides", {}) | plan.coefficients
+    loading: dict[str, Any] = {"initial_load_path": str(step.absolute())}
+    if plan.step:
+        # Megatron's order of samples is another, so the data begins anew.
+        loading |= {"initial_load_model_only": False, "exclude_from_loading": ["dataloader"]}
+    tokenizer = {"name": "auto", "path": str((output / FOLDER).absolute())}
+    sections = {
+        "model": keys,
+        "tokenizer": tokenizer if has_tokenizer else {},
+        **plan.sections,
+        "checkpoint": loading,
+    }
+    file.write_text("# The job of a checkpoint of Megatron.\n" + toml_of(sections))
+    return keys.get("flavor", "")
+
+
+def _messages(folder: MegatronFolder, arguments: Arguments, plan: Plan) -> Iterator[str]:
+    """Yield messages about what was not read."""
+    tensors = f"{len(folder.hashes)} of {len(folder.entries)} tensors"
+    yield f"read {tensors}, and {len(arguments.read)} of {len(arguments)} arguments"
+    if plan.padding > 0:
+        yield (
+            f"left out {plan.padding} rows of padding of the embeddings; Megatron's softmax counts them, so its loss is a little higher"
+        )
+    if folder.others:
+        kinds = Counter(name.partition("/")[0].rpartition(".")[2] for name in folder.others)
+        what = ", ".join(f"{printable(kind, 40)} ({n})" for kind, n in sorted(kinds.items()))
+        yield f"not read, since they are no tensors: {what}"
+    if names := lost(arguments):
+        yield f"not in the job: {', '.join(names)}"

@@ -1,0 +1,310 @@
+"""Folders of Megatron: what is read, and what is refused in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.runs import saved_tensors
+from titan.checkpoint import CheckpointError
+from titan.config.load import load_config
+from titan.contrib.megatron.convert import from_megatron
+
+from . import folders
+from .folders import (
+    G,
+    H,
+    K,
+    an_enum_of_megatron,
+    arguments,
+    changed_index,
+    schedule,
+    weights,
+    with_moments,
+    write,
+)
+
+
+def converted(run: Path, output: Path, **options: Any) -> dict[str, Tensor]:
+    """Return titan's tensors of a converted folder."""
+    from_megatron(run, output, **options)
+    (step,) = (output / "checkpoint").iterdir()
+    return saved_tensors(step)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+
+
+def test_each_tensor_is_in_its_place(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    found = converted(tmp_path / "run", tmp_path / "out")
+    given = with_moments(weights())
+    for prefix, ours in (("", "model.{}"), ("optimizer.state.exp_avg.", "optimizer.{}.exp_avg")):
+        qkv = given[f"{prefix}decoder.layers.self_attention.linear_qkv.weight"][1]
+        # Of each group: its two queries, one key, one value, K rows each.
+        rows = {"wq": [], "wk": [], "wv": []}
+        for group in range(G):
+            first = group * (H // G + 2) * K
+            rows["wq"].append(qkv[first : first + 2 * K])
+            rows["wk"].append(qkv[first + 2 * K : first + 3 * K])
+            rows["wv"].append(qkv[first + 3 * K : first + 4 * K])
+        for name, parts in rows.items():
+            key = ours.format(f"layers.1.attention.{name}.weight")
+            assert torch.equal(found[key], torch.cat(parts)), key
+        both = given[f"{prefix}decoder.layers.mlp.linear_fc1.weight"][0]
+        assert both[: folders.F].equal(found[ours.format("layers.0.feed_forward.w1.weight")])
+        assert both[folders.F :].equal(found[ours.format("layers.0.feed_forward.w3.weight")])
+        norm = given[f"{prefix}decoder.layers.mlp.linear_fc1.layer_norm_weight"][1]
+        assert norm.equal(found[ours.format("layers.1.ffn_norm.weight")])
+    assert found["optimizer.norm.weight.step"].item() == 3
+
+
+@pytest.mark.parametrize("form", ["single", "chained", "newest", "masters"])
+def test_forms_mean_the_same(tmp_path: Path, form: str) -> None:
+    write(tmp_path / "run")
+    tensors = with_moments(weights(is_single=form == "single"))
+    if form == "chained":  # as experts and the rest have an optimizer each
+        tensors = {
+            re.sub(r"^optimizer", "chained_1.optimizer", name): x for name, x in tensors.items()
+        }
+    if form == "masters":
+        whole = {f"optimizer.state.fp32_param.{name}": x for name, x in weights().items()}
+        short = {n: x if n.startswith("optim") else x.bfloat16() for n, x in tensors.items()}
+        tensors = short | whole
+    folder = write(tmp_path / "other", tensors)
+    if form == "newest":  # common.pt beside the tensors
+        with an_enum_of_megatron():
+            common = torch.load(folder / "common.pt", weights_only=False)
+            new = tmp_path / "new"
+            folders.save(new, tensors, **{"common_state/shard_0_1": [common]})
+        (folder / "metadata.json").rename(new / "metadata.json")
+        folder = new
+    one = converted(tmp_path / "run", tmp_path / "out")
+    assert same(one, converted(folder, tmp_path / "again"))
+
+
+def test_flattened_shards_are_put_together(tmp_path: Path) -> None:
+    # As Megatron-Core before 0.14 kept the distributed optimizer's state: a grid of shards, each flattened.
+    tensors = with_moments(weights())
+    name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
+    whole = tensors[name]
+    layers, rows, columns = whole.shape
+    grid = whole.view(layers, 1, rows, 2, columns // 2).transpose(2, 3)
+    tensors[name] = grid.reshape(layers, 1, 2, -1)
+    folder = write(tmp_path / "run", tensors)
+    shapes = {name: {"nd_reformulated_orig_global_shape": whole.shape}}
+    changed_index(folder, lambda metadata: vars(metadata).update(mcore_data=shapes))
+    write(tmp_path / "plain")
+    one = converted(tmp_path / "run", tmp_path / "out")
+    assert same(one, converted(tmp_path / "plain", tmp_path / "again"))
+
+
+def test_the_job_has_what_the_arguments_say(tmp_path: Path) -> None:
+    args = arguments(train_iters=None, train_samples=80, hidden_dropout=0.1, add_qkv_bias=False)
+    state = schedule(lr_decay_style="WSD", lr_decay_steps=80)
+    args.lr_wsd_decay_iters, args.lr_wsd_decay_style = 5, "minus_sqrt"
+    write(tmp_path / "run", args=args, common={"opt_param_scheduler": state})
+    messages = from_megatron(tmp_path / "run", tmp_path / "out", job=tmp_path / "job.toml")
+    config = load_config(tmp_path / "job.toml")
+    assert (config.training.steps, config.training.global_batch_size) == (20, 4)
+    scheduler = config.lr_scheduler
+    assert (scheduler.warmup_steps, scheduler.total_steps) == (2, 20)
+    assert (scheduler.decay_ratio, scheduler.decay_type) == (0.25, "sqrt")
+    assert scheduler.min_lr_factor == pytest.approx(0.1)
+    assert (config.optimizer.name, config.optimizer.lr) == ("AdamW", 1e-3)
+    assert config.model.sizes.n_kv_heads == G and config.model.sizes.head_dim == K
+    text = "\n".join(messages)
+    assert "not in the job: hidden_dropout = 0.1" in text
+    assert "not read, since they are no tensors: rng_state (1)" in text
+    assert re.search(r"read 45 of 45 tensors, and \d+ of \d+ arguments", text)
+
+
+def test_a_tokenizer_cuts_the_padding(tmp_path: Path) -> None:
+    write(tmp_path / "run", args=arguments(padded_vocab_size=folders.VOCAB))
+    tensors = weights()
+    tokenizer = tmp_path / "tokenizer.json"
+    write_tokenizer(tokenizer, size=folders.VOCAB - 3)
+    found = converted(tmp_path / "run", tmp_path / "out", tokenizer=str(tokenizer))
+    rows = tensors["output_layer.weight"][:-3]
+    assert found["model.output.weight"].equal(rows)
+    assert found["optimizer.output.weight.exp_avg"].equal(rows / 8)
+
+
+def test_hashes_are_those_of_a_second_conversion(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    for name in ("one", "two"):
+        from_megatron(tmp_path / "run", tmp_path / name)
+    one, two = (json.loads((tmp_path / n / "megatron.json").read_text()) for n in ("one", "two"))
+    assert one["megatron"] == two["megatron"] and one["titan"] == two["titan"]
+    assert len(one["megatron"]) == 45
+
+
+def write_tokenizer(file: Path, *, size: int) -> None:
+    from tokenizers import Tokenizer, models
+
+    words = {f"w{number}": number for number in range(size)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(file))
+
+
+ARGUMENTS = {
+    "normalization": ("LayerNorm", "normalization = LayerNorm"),
+    "swiglu": (False, "swiglu = False"),
+    "add_bias_linear": (True, "add_bias_linear = True"),
+    "rotary_percent": (0.5, "rotary_percent = 0.5"),
+    "rotary_interleaved": (True, "rotary_interleaved = True"),
+    "position_embedding_type": ("learned_absolute", "position_embedding_type"),
+    "window_size": ((128, 0), "window_size"),
+    "optimizer": ("muon", "optimizer muon"),
+    "hidden_size": ("64", "config.json"),
+    "num_layers": (10**9, "means 1,000,000,000 layers"),
+    "kv_channels": (8, "has shape"),
+    "num_attention_heads": (None, "num_attention_heads is missing"),
+    "num_query_groups": (0, ""),
+    "global_batch_size": (0, "arguments of the run: ZeroDivisionError"),
+    "padded_vocab_size": (48, "model.embed_tokens.weight has shape [40, 16]"),
+    "qk_layernorm": (True, "q_layernorm.weight is missing, for model.layers.0.self_attn.q_norm"),
+    "untie_embeddings_and_output_weights": (False, "no place for output_layer.weight"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    value, words = ARGUMENTS[name]
+    write(tmp_path / "run", args=arguments(**{name: value}))
+    line = refused(tmp_path / "run", tmp_path / "out")
+    assert words in line
+
+
+def refused(run: Path, output: Path) -> str:
+    """Return the one line of a refusal, after which nothing is left behind."""
+    with pytest.raises(CheckpointError) as error:
+        from_megatron(run, output)
+    line = str(error.value)
+    assert "\n" not in line and not list(output.parent.glob(".converting-*"))
+    assert not (output / "checkpoint").exists()
+    return line
+
+
+class Touch:
+    """Object whose unpickling writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.system, (f"touch {self.file}",)
+
+
+def cut_in_half(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def packed(file: Path) -> None:
+    """Write an archive again, compressed."""
+    with zipfile.ZipFile(file) as old:
+        entries = {entry: old.read(entry) for entry in old.namelist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in entries.items():
+            new.writestr(name, data)
+
+
+def move(metadata: Any, **changes: Any) -> None:
+    """Change the place of a chunk."""
+    infos = metadata.storage_data.items()
+    (info,) = [info for index, info in infos if index.fqn == "output_layer.weight"]
+    vars(info).update(changes)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no index": (lambda f: (f / ".metadata").unlink(), "no checkpoint of Megatron"),
+    "half an index": (lambda f: cut_in_half(f / ".metadata"), ".metadata: damaged"),
+    "half of common.pt": (lambda f: cut_in_half(f / "common.pt"), "common.pt: damaged"),
+    "half of the tensors": (lambda f: cut_in_half(f / "__0_0.distcp"), "reaches past the end"),
+    "no tensors": (lambda f: (f / "__0_0.distcp").unlink(), "which"),
+    "no common.pt": (lambda f: (f / "common.pt").unlink(), "common.pt: missing"),
+    "compressed common.pt": (lambda f: packed(f / "common.pt"), "holds a compressed tensor"),
+    "another backend": (
+        lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        "its format is zarr; titan reads torch_dist",
+    ),
+    "a legacy folder": (lambda f: (f / "mp_rank_00").mkdir(), "a legacy checkpoint"),
+    "a path out of the folder": (
+        lambda f: changed_index(f, lambda m: move(m, relative_path="../../x")),
+        "outside of the checkpoint",
+    ),
+    "an offset that is a text": (
+        lambda f: changed_index(f, lambda m: move(m, offset="x")),
+        ".metadata: damaged",
+    ),
+    "a tensor with a hole": (
+        lambda f: changed_index(
+            f, lambda m: m.state_dict_metadata["output_layer.weight"].chunks.clear()
+        ),
+        "is not covered once by its chunks",
+    ),
+    "bytes that are no tensor": (
+        lambda f: (f / "__0_0.distcp").write_bytes(b"x" * (f / "__0_0.distcp").stat().st_size),
+        "cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_folders_are_refused(tmp_path: Path, name: str) -> None:
+    damage, words = DAMAGES[name]
+    damage(write(tmp_path / "run"))
+    assert words in refused(tmp_path / "run", tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt", "args", "a chunk"])
+def test_nothing_in_a_folder_is_run(tmp_path: Path, file: str) -> None:
+    trace = tmp_path / "trace"
+    evil = Touch(trace)
+    folder = write(tmp_path / "run")
+    if file == ".metadata":
+        (folder / file).write_bytes(pickle.dumps(evil))
+    elif file == "common.pt":
+        torch.save(evil, folder / file)
+    elif file == "args":
+        write(tmp_path / "run", args=arguments(evil=evil))
+    else:
+        stream = io.BytesIO()
+        torch.save(evil, stream)
+        data = stream.getvalue()
+
+        def plant(metadata: Any) -> None:
+            (folder / "evil.distcp").write_bytes(data.ljust(2**14, b"\0"))
+            move(metadata, relative_path="evil.distcp", offset=0, length=len(data))
+
+        changed_index(folder, plant)
+    refused(tmp_path / "run", tmp_path / "out")
+    assert not trace.exists()
+
+
+def test_moments_by_bucket_are_refused_with_what_to_run(tmp_path: Path) -> None:
+    tensors = weights()
+    key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_float32.bucket_idx_0.exp_avg"
+    write(tmp_path / "run", tensors | {key: torch.zeros(8)})
+    line = refused(tmp_path / "run", tmp_path / "out")
+    assert "--dist-ckpt-optim-fully-reshardable" in line and "--model-only" in line
+    from_megatron(tmp_path / "run", tmp_path / "weights", model_only=True)
+
+
+def test_a_model_alone_begins_at_step_0(tmp_path: Path) -> None:
+    write(tmp_path / "run", weights())
+    assert "holds no moments" in refused(tmp_path / "run", tmp_path / "out")
+    found = converted(tmp_path / "run", tmp_path / "weights", model_only=True)
+    assert (tmp_path / "weights" / "checkpoint" / "step-0").is_dir()
+    assert all(name.startswith("model.") for name in found)
