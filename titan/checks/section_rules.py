@@ -311,21 +311,11 @@ def _recomputation(config: JobConfig) -> Violations:
         yield "selective_ac_option", f"the model has only {layers} layers; use {layers} or less"
     # Only the form of a name is checked here; machine.py looks it up.
     yield from _kept(section, layers)
-    if _compiles_model(config):
-        for key in ("op_keep", "op_keep_by_block"):
-            if any(">host" in entry for entry in getattr(section, key)):
-                yield (
-                    key,
-                    '">host" does not work in compiled blocks; leave it out or do not compile',
-                )
     for key in ("op_keep_by_block", "op_keep_modules"):
         if getattr(section, key) and not by_op:
             yield key, 'needs mode = "selective" with "op"; set that, or remove this key'
     if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
         yield "op_keep", 'keeps nothing; use mode = "full"'
-    # "op" keeps its results in its own storage, where offloading does not see them.
-    if section.cpu_offload and by_op:
-        yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'
     if section.mode == "memory_budget" and not _compiles_model(config):
         yield "mode", '"memory_budget" needs compile.enable with the component model; set that'
 
@@ -366,8 +356,8 @@ def _compile(config: JobConfig) -> Violations:
     if training.dtype != training.compute_dtype:
         cast = f"casting parameters from {training.dtype} to {training.compute_dtype}"
         yield "mode", f"{rule} {cast}; {fix}"
-    if ac.mode != "none" or ac.cpu_offload:
-        yield "mode", f"{rule} recomputation and offloading; {fix}"
+    if ac.mode != "none":
+        yield "mode", f"{rule} recomputation; {fix}"
 
 
 def _checkpoint(config: JobConfig) -> Violations:

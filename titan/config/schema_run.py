@@ -247,8 +247,7 @@ class ActivationCheckpointSection(Section):
     op_keep: StrList = ["matmul/2", "attention", "network", "scales"]
     """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul",
     "attention", "network" (reduce-scatter and all-to-all), "scales" (of float8). "/2" keeps every
-    second result in a block, "/3" every third, "@0,3" the first and the fourth; ">host" at the end
-    keeps them in host memory."""
+    second result in a block, "/3" every third, "@0,3" the first and the fourth."""
     op_keep_modules: StrList = []
     """Modules whose matmul results "op" keeps as well: patterns such as "feed_forward.w*"."""
     op_keep_by_block: StrList = []
@@ -256,8 +255,6 @@ class ActivationCheckpointSection(Section):
     "all" keeps everything, nothing after the colon keeps nothing. `titan plan --only sac` writes this."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a block's activations that the compiler keeps, from 0 to 1 (all)."""
-    cpu_offload: bool = False
-    """Copy activations (mode "full": inputs of blocks) to the host until they are needed."""
     preserve_rng_state: bool = False
     """Restore random states for the recomputation, for models that draw random numbers in functions. Where a
     module has dropout, they are restored anyway."""

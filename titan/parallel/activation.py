@@ -33,10 +33,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .offload import Offloader
 from .random_numbers import require_no_draws, require_restored
 from .sac_save_list import GROUPS, Rule, SaveListError, parse_rule
-from .selective import Decision, selective_checkpoint_contexts
+from .selective import selective_checkpoint_contexts
 from .torch_compat import (
     checkpoint_wrapper,
     traced_module_path,
@@ -133,8 +132,6 @@ class _Selection:
         for rule in map(_existing, keep):
             for name in rule.names:
                 self.rules[name].append(rule)
-        moves = any(rule.host for rules in self.rules.values() for rule in rules)
-        self.offloader = Offloader() if moves else None
         self.keep_modules = keep_modules
         self.depth = 0  # of nested modules that run and whose results are kept
 
@@ -176,19 +173,17 @@ class _Selection:
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
         self.depth = 0  # after an exception, the exit hook of a module has not run
 
-        def decide(name: str, recomputes: bool) -> Decision:
+        def keeps(name: str, recomputes: bool) -> bool:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
             if expensive and self._in_kept_module(within):
-                return "keep"
+                return True
             rules = self.rules.get(name, ())
             # The forward pass and the recomputation count separately, so that both keep the same calls.
             for names in {rule.names for rule in rules}:
                 counts[names, recomputes] += 1
-            kept = [rule for rule in rules if rule.keeps(counts[rule.names, recomputes] - 1)]
-            return ("host" if kept[0].host else "keep") if kept else "recompute"
+            return any(rule.keeps(counts[rule.names, recomputes] - 1) for rule in rules)
 
-        host = self.offloader.run() if self.offloader else None
-        return selective_checkpoint_contexts(decide, host=host)
+        return selective_checkpoint_contexts(keeps)
 
 
 _selection = cache(_Selection)

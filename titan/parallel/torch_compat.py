@@ -22,19 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
-from torch import Tensor, nn
+from torch import nn
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 
 # A collective's result that may still be under way.
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor as AsyncCollectiveTensor,
+)
 
 # Leaves state_dict's names alone; parameters' names get a part, see weights.canonical_name.
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper as ActivationWrapper,
-)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
@@ -57,11 +56,6 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
-
-
-def waited(tensor: Tensor) -> Tensor:
-    """Return the plain tensor of a collective's result after its arrival, and any other tensor as it is."""
-    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def traced_module_path() -> list[str]:
