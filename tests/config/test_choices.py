@@ -33,7 +33,6 @@ OTHER: dict[str, Any] = {
 # local files that are read as data. task.options are those of a task that the person installed.
 HARMLESS = """\
 activation_checkpoint. op_keep op_keep_by_block op_keep_modules selective_ac_option
-comm.nccl. net_name
 checkpoint. exclude_from_loading initial_load_changes
 compile. backend
 data.sources. messages_key name path split text_key

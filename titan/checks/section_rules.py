@@ -433,16 +433,6 @@ def _fault_tolerance(config: JobConfig) -> Violations:
         )
 
 
-def _nccl(config: JobConfig) -> Violations:
-    for axis, options in config.comm.nccl.options().items():
-        least, most = options.get("min_ctas", 1), options.get("max_ctas", 64)
-        if least > most:
-            yield (
-                f"comm.nccl.{axis}.min_ctas",
-                f"is more than max_ctas = {most}; use {most} or less",
-            )
-
-
 # Section and rule. Problems on one line of a file are reported in this order.
 RULES: tuple[tuple[str, Callable[[JobConfig], Violations]], ...] = (
     ("", _text),
@@ -469,6 +459,5 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Violations]], ...] = (
     ("compile", _compile),
     ("checkpoint", _checkpoint),
     ("profiling", _profiling),
-    ("comm", _nccl),
     ("fault_tolerance", _fault_tolerance),
 )

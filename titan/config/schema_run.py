@@ -107,9 +107,6 @@ class ParallelismSection(Section):
     """When FSDP sums gradients over ranks: after each micro-batch, or once a step. "step" divides the bytes of
     reduce-scatters by the number of micro-batches, and costs the memory of whole gradients in
     training.mixed_precision_reduce (4 bytes a parameter in float32). DDP and pipelines always do so."""
-    fsdp_separate_reduce_scatter: bool = False
-    """Reduce-scatters of FSDP in a communicator of their own, so that they need not take turns with
-    all-gathers. It costs a communicator's buffers. Needs torch 2.13: an older torch shares one."""
     fsdp_kept_blocks: Positive = 1
     """Last blocks of each stage that stay gathered until their backward pass all the same. The last one
     always does. Each more saves one gathering and costs its memory. `titan plan --only fsdp` chooses."""

@@ -201,11 +201,6 @@ def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
 
 
-def set_sm_carveout(number: int) -> None:
-    """Let matmuls leave this many SMs free from now on, for collectives that run beside them. 0: none. The same in torch 2.11 to 2.13."""
-    torch._C._set_sm_carveout_experimental(number or None)
-
-
 @cache
 def _count_grouped_heads(name: str, keys: int) -> None:
     """Make torch 2.11 count the operations of attention with grouped heads, to choose the results to keep.

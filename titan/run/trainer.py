@@ -44,7 +44,7 @@ from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
-from titan.parallel.torch_compat import set_sm_carveout, set_timeout
+from titan.parallel.torch_compat import set_timeout
 from titan.run.hook import Hook, StartPoint, StepResult
 from titan.run.progress import RunProgress
 from titan.run.supervisor import Supervisor
@@ -127,10 +127,7 @@ class Trainer(RunProgress):
         if not self.is_started:
             self.start()
         gc.disable()  # ranks that collect at different times wait for each other; see train_one_step
-        carveout = self.config.comm.sm_carveout
         try:
-            if carveout:
-                set_sm_carveout(carveout)
             while self.step < self.last_step and not (self.is_stopping or self.changes_layout):
                 self.train_one_step()
         except Exception as error:
@@ -139,8 +136,6 @@ class Trainer(RunProgress):
             raise
         finally:
             gc.enable()
-            if carveout:
-                set_sm_carveout(0)
         return None if self.changes_layout and not self.is_stopping else self._end()
 
     def leave(self) -> StartPoint:
@@ -231,9 +226,7 @@ class Trainer(RunProgress):
             if not section.emulate:
                 require_hardware(recipe, self.device)
         prefer_backend(self.config.model.attention_backend, self.device.type)
-        degrees = self.layout.degrees
-        nccl = self.config.comm.nccl.options()
-        self.mesh = build_mesh(self.device.type, **degrees, nccl=nccl)
+        self.mesh = build_mesh(self.device.type, **self.layout.degrees)
         self.supervisor.see_mesh(self.mesh)
 
     def _build_data(self) -> None:
