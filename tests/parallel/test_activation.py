@@ -15,7 +15,6 @@ from titan.config.schema import ActivationCheckpointSection
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
 from titan.parallel.activation import apply_ac
-from titan.parallel.compile import apply_compile
 from titan.parallel.sac_save_list import DEFAULT_KEEP, SaveListError
 
 LAYERS = 4
@@ -67,8 +66,6 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # ({"keep": DEFAULT_KEEP}, 3 * LAYERS, 0): Kept: q, v, w1, w2 (the 1st, 3rd, 5th, 7th) and attention; run again: k, o, w3.
 # ({"keep": ["matmul/3", "attention"]}, 4 * LAYERS, 0): kept: q, o, w2
 # ({"keep": ["aten.mm@0,3,4"]}, 3 * LAYERS, LAYERS): kept: q, o, w1
-# ({"keep": ["attention"], "keep_modules": ["feed_forward.w*", "*.wq"]},: k and v are run again, w1 and w3 are in a module that is kept; o is recomputed for what follows it.
-# ({"keep_modules": ["attention"]}, 3 * LAYERS, 0): and w2: it does not stop early
 @pytest.mark.parametrize(
     ("mode", "products", "attentions"),
     table(__file__, "what_is_recomputed"),
@@ -82,8 +79,6 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
         "some blocks",
         "nothing",
         "attention",
-        "modules",
-        "a module",
     ],
 )
 def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int) -> None:
@@ -93,24 +88,6 @@ def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int
     assert calls[ATTENTION] - plain[ATTENTION] == attentions
     assert loss == plain_loss
     assert len(gradients) == len(plain_gradients)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
-
-
-def test_kept_modules_under_the_compiler() -> None:
-    """There the policy learns from the graph which module an operation belongs to."""
-    plain, plain_loss, plain_gradients = run()
-    model = debug_model()
-    apply_ac(model, keep=["attention"], keep_modules=["feed_forward.w*"])
-    apply_compile(model, backend="aot_eager", fullgraph=True)
-    train(model)  # compiles
-    model.zero_grad()
-    # Under a dispatch mode nothing is compiled: the profiler counts.
-    with torch.profiler.profile() as profile:
-        loss, gradients = train(model)
-    calls = Counter(event.name for event in profile.events() or [])
-    assert calls["aten::mm"] - plain["mm"] == 4 * LAYERS  # q, k, v, o
-    assert calls[f"aten::{ATTENTION}"] == plain[ATTENTION]
-    assert loss == plain_loss
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
 
 

@@ -312,7 +312,7 @@ def test_the_command_writes_the_fastest_overlay_that_fits(
 
 def test_an_overlay_has_the_numbers_of_its_settings(tmp_path: Path) -> None:
     file = tmp_path / "overlay.toml"
-    budget = {"mode": "memory_budget", "op_keep_modules": "[]", "memory_budget": "0.25"}
+    budget = {"mode": "memory_budget", "memory_budget": "0.25"}
     file.write_text(
         settings_overlay({f"activation_checkpoint.{k}": v for k, v in budget.items()})
     )

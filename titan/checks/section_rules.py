@@ -311,10 +311,10 @@ def _recomputation(config: JobConfig) -> Violations:
         yield "selective_ac_option", f"the model has only {layers} layers; use {layers} or less"
     # Only the form of a name is checked here; machine.py looks it up.
     yield from _kept(section, layers)
-    for key in ("op_keep_by_block", "op_keep_modules"):
-        if getattr(section, key) and not by_op:
-            yield key, 'needs mode = "selective" with "op"; set that, or remove this key'
-    if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
+    if section.op_keep_by_block and not by_op:
+        fix = "set that, or remove this key"
+        yield "op_keep_by_block", f'needs mode = "selective" with "op"; {fix}'
+    if by_op and not (section.op_keep or section.op_keep_by_block):
         yield "op_keep", 'keeps nothing; use mode = "full"'
     if section.mode == "memory_budget" and not _compiles_model(config):
         yield "mode", '"memory_budget" needs compile.enable with the component model; set that'

@@ -245,8 +245,6 @@ class ActivationCheckpointSection(Section):
     """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul",
     "attention", "network" (reduce-scatter and all-to-all), "scales" (of float8). "/2" keeps every
     second result in a block, "/3" every third, "@0,3" the first and the fourth."""
-    op_keep_modules: StrList = []
-    """Modules whose matmul results "op" keeps as well: patterns such as "feed_forward.w*"."""
     op_keep_by_block: StrList = []
     """Operations that "op" keeps in some blocks in place of op_keep, such as "8-15: aten.mm@0,2 attention".
     "all" keeps everything, nothing after the colon keeps nothing. `titan plan --only sac` writes this."""

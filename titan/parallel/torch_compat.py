@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.fx.traceback as fx_traceback
 from torch import nn
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
@@ -56,20 +55,6 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
-
-
-def traced_module_path() -> list[str]:
-    """Return the names of the modules whose operation torch.compile is tracing now, outermost first.
-
-    They are relative to the module that was compiled, or that is recomputed. The list is empty outside of tracing.
-    """
-    stack = fx_traceback.current_meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    # A method was compiled, and not a module: its module is not among the paths.
-    if paths and ".__self__." in paths[0]:
-        return [path.partition(".__self__.")[2] for path in paths]
-    # The first path is the compiled module's own.
-    return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
 
 
 def compute_capability(device_type: str) -> tuple[int, int]:

@@ -208,7 +208,6 @@ def _recompute_and_compile(
                 every=every,
                 blocks=blocks,
                 keep=keep,
-                keep_modules=section.op_keep_modules if by_op and container == "layers" else (),
                 by_op=by_op,
                 preserve_rng_state=preserves,
                 contexts=keep_routes,

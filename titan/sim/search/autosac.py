@@ -59,12 +59,11 @@ class Choice:
 
 _KEY = "activation_checkpoint."
 _OP = {"mode": "selective", "selective_ac_option": "op"}
-_NO_MODULES = {"op_keep_modules": "[]"}
 _OTHERS: dict[str, Settings] = {
-    "full": {"mode": "full", **_NO_MODULES},
+    "full": {"mode": "full"},
     "op": _OP,
-    "every 2nd block": {"mode": "selective", "selective_ac_option": "2", **_NO_MODULES},
-    "none": {"mode": "none", **_NO_MODULES},
+    "every 2nd block": {"mode": "selective", "selective_ac_option": "2"},
+    "none": {"mode": "none"},
 }
 """Modes of recomputation that a choice is compared with."""
 
@@ -72,7 +71,7 @@ _OTHERS: dict[str, Settings] = {
 def settings(lines: Sequence[str]) -> Settings:
     """Return a choice as settings of a job."""
     text = ", ".join(f'"{line}"' for line in lines)
-    kept = _OP | {"op_keep": "[]", **_NO_MODULES, "op_keep_by_block": f"[{text}]"}
+    kept = _OP | {"op_keep": "[]", "op_keep_by_block": f"[{text}]"}
     return {_KEY + key: value for key, value in kept.items()}
 
 
@@ -177,7 +176,7 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
     others = dict(_OTHERS)
     if compiles_model(config):
         for share in ("0.25", "0.5", "0.75"):
-            budget = {"mode": "memory_budget", **_NO_MODULES, "memory_budget": share}
+            budget = {"mode": "memory_budget", "memory_budget": share}
             others[f"memory_budget {share}"] = budget
     search.what = "others simulated"
     try:
