@@ -12,7 +12,7 @@ _BELOW_RUN = Permission("write", below_run=True)
 
 
 class CommSection(Section):
-    """Limits for collectives and heartbeats, the flight recorder, and the ranks' cores."""
+    """Limits for collectives and heartbeats, and the flight recorder."""
 
     init_timeout_seconds: Positive = 300
     """Seconds that a collective may take during set-up and the first step, which compiles."""
@@ -29,6 +29,3 @@ class CommSection(Section):
     """Folder of the flight recorder's dumps, below the run folder."""
     save_traces_file_prefix: Annotated[str, _BELOW_RUN] = "rank-"
     """Beginning of a dump's file name; the rank follows."""
-    numa_binding: bool = True
-    """Whether a rank's threads stay on the cores of its GPU's NUMA node, among those that they may
-    use already. Has no effect without CUDA, or where the host names no node. See docs/cluster.md."""
