@@ -86,11 +86,6 @@ def _data(config: JobConfig) -> Violations:
     # The path would be ignored, so the job probably means another tokenizer.
     if config.tokenizer.path and config.tokenizer.name == "bytes":
         yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
-    if data.move_windows and data.packing == "best_fit":
-        yield (
-            "move_windows",
-            'best-fit rows begin with documents; set packing = "cut", or false',
-        )
     yield from _dataset("training", training.dataset, training.dataset_path)
     if has_conversations(config) and not data.document_mask:
         yield "document_mask", "conversations share sequences; set document_mask = true"
