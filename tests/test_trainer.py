@@ -50,30 +50,6 @@ def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in logged_rows(folder)]
 
 
-def test_matmuls_leave_sms_free_during_training_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if it fails. torch has one value for the process, which other programs in it must not find."""
-    now: list[int | None] = [None]
-    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", now.append)
-    seen: list[int | None] = []
-
-    class Watched(Trainer):
-        def train_one_step(self) -> None:
-            seen.append(now[-1])
-            if self.step == 3:
-                raise RuntimeError("a fault")
-            super().train_one_step()
-
-    for number, folder in ((8, "some"), (0, "none")):
-        trainer = Watched(job(tmp_path / folder, comm={"sm_carveout": number}))
-        with pytest.raises(RuntimeError, match="a fault"):
-            trainer.run()
-        trainer.close()
-    assert now == [None, 8, None]
-    assert seen == [8] * 4 + [None] * 4
-
-
 @pytest.mark.parametrize("late", [0, 1])
 def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int

@@ -32,8 +32,7 @@ OTHER: dict[str, Any] = {
 # Keys whose text gives no permission: names of what is installed here or of parts of the model, text for people, patterns, and
 # local files that are read as data. task.options are those of a task that the person installed.
 HARMLESS = """\
-activation_checkpoint. op_keep op_keep_by_block op_keep_modules selective_ac_option
-comm.nccl. net_name
+activation_checkpoint. op_keep op_keep_by_block selective_ac_option
 checkpoint. exclude_from_loading initial_load_changes
 compile. backend
 data.sources. messages_key name path split text_key

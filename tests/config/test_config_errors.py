@@ -20,7 +20,6 @@ from tests.support import golden_errors as golden
 from tests.support.tables import table
 from titan import cli
 from titan.base.untrusted import printable
-from titan.checks import rules
 from titan.checks.rules import advise, check, check_layout
 from titan.config.errors import ConfigError, key_text
 from titan.config.keys import fields_at
@@ -180,20 +179,6 @@ def test_every_interval_is_warned_of_or_met_at_the_last_step() -> None:
     ]
     warnings = "".join(advise(load_config("train_configs/debug_model.toml", overrides=keys)))
     assert asked and all(f"{name}: 9, but the run ends" in warnings for name in asked)
-
-
-def test_an_old_torch_is_said_to_share_a_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "[parallelism]\nfsdp_separate_reduce_scatter = true\n"
-    config, warnings = load_config(write(tmp_path, text)), []
-    for torch in ("2.11.0+cu130", "2.13.0"):
-        monkeypatch.setattr(rules, "version", lambda _, torch=torch: torch)
-        warnings.append(advise(config, device="cpu"))
-    [[warning], none] = warnings
-    assert none == []
-    assert f"{tmp_path / 'job.toml'}:2: parallelism.fsdp_separate_reduce_scatter: " in warning
-    assert "torch 2.11.0+cu130 has no separate group" in warning
 
 
 def test_fp32_is_warned_of_on_accelerators(tmp_path: Path) -> None:

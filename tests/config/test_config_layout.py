@@ -145,13 +145,6 @@ def test_units_that_there_cannot_be(key: str) -> None:
     assert problem.startswith("DDP gathers no parameters")
 
 
-def test_reduce_scatters_that_there_are_not() -> None:
-    key, ddp = "fsdp_separate_reduce_scatter=true", "data_parallel_shard_degree=1"
-    assert unit_problems(key, world=1) == unit_problems(key, world=2) == []
-    [problem] = unit_problems(key, "data_parallel_replicate_degree=2", ddp, world=2)
-    assert problem == "DDP has no reduce-scatters; use false, or shard parameters"
-
-
 def test_all_blocks_are_kept_already() -> None:
     for policy in ("fsdp_reshard_after_forward=never", "pipeline_parallel_degree=2"):
         [problem] = unit_problems("fsdp_kept_blocks=2", policy, world=4)

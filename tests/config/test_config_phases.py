@@ -140,7 +140,7 @@ def test_a_layout_that_cannot_be_is_refused(
 
 
 def test_what_is_equal_in_the_ranks_is_no_change_of_layout() -> None:
-    """So a written 4 in place of -1 needs no checkpoint. An option of an axis is of use if one phase has the axis."""
+    """So a written 4 in place of -1 needs no checkpoint."""
     one, same = (
         {"data": {"sources": []}},
         {"data_parallel_shard_degree": 4, "context_parallel_degree": 1},
@@ -148,11 +148,6 @@ def test_what_is_equal_in_the_ranks_is_no_change_of_layout() -> None:
     config = phased({"from_step": 5, **same}, checkpoint={"enable": False}, **one)
     assert [p.mesh for p in phases_of(config, world_size=4)] == ["dp_shard 4"] * 2
     check_to_run(config, world_size=4)
-    split, options = (
-        {"from_step": 5, "tensor_parallel_degree": 2},
-        {"nccl": {"tp": {"min_ctas": 4}}},
-    )
-    check_to_run(phased(split, comm=options, **one), world_size=4)
 
 
 def test_rules_hold_in_each_phase() -> None:

@@ -19,7 +19,6 @@ from titan.data import DataError
 from titan.data import cache as cache_module
 from titan.data.best_fit import best_fit, plan_rows
 from titan.data.packing import pack
-from titan.data.sources import Documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.text import num_bytes
 from titan.losses.loss import IGNORED
@@ -200,44 +199,3 @@ def test_text_without_marks_and_streams_are_refused(mixed: Path, hub: Path, cach
     stream = Job(s.HuggingFaceSource(path=str(hub)), cache=cache, packing="best_fit")
     with pytest.raises(DataError, match="is a stream; set streaming = false"):
         stream.loader((1, 1, 1), 0)
-
-
-# ---- cut windows that move ---------------------------------------------------------------------
-
-
-def test_moving_windows_predict_each_token_once_an_epoch_and_begin_elsewhere(
-    corpus: Path, cache: str
-) -> None:
-    source = s.JsonlSource(path=str(corpus))
-    fixed = Job(source, cache=cache, shuffle=False).loader((1, 1, 1), 0).samples
-    moving = Job(source, cache=cache, shuffle=False, move_windows=True)
-    samples = moving.loader((1, 1, 1), 0).samples
-    length = samples.num_samples
-    assert length is not None and length == fixed.num_samples
-    np.testing.assert_array_equal(samples.get(np.arange(length)), fixed.get(np.arange(length)))
-    text = np.array([t for d in _texts(corpus) for t in (256, *d.encode(), 257)])
-    offsets = set()
-    for epoch in (1, 2, 3):
-        rows = samples.get(np.arange(epoch * length, (epoch + 1) * length))
-        assert (rows[1:, 0] == rows[:-1, -1]).all(), "each token is a label once"
-        # All of them are consecutive tokens of the text, laid in a ring.
-        ring = np.concatenate([rows[0, :1], rows[:, 1:].reshape(-1)])
-        offset = next(
-            o for o in range(len(text)) if (np.roll(text, -o)[: len(ring)] == ring).all()
-        )
-        offsets.add(offset)
-    assert len(offsets) == 3 and any(offset % SEQ_LEN for offset in offsets)
-    # On any number of ranks, from any place.
-    shuffled = Job(source, cache=cache, move_windows=True)
-    reference, loaders = shuffled.loaders((1, 24, 1)), shuffled.loaders((2, 3, 4))
-    for loader in (*reference, *loaders):
-        loader.load_state_dict({"position": length // 24 * 24})
-    for _ in range(3):
-        np.testing.assert_array_equal(step_rows(loaders), step_rows(reference))
-
-
-def _texts(corpus: Path) -> list[str]:
-    from titan.data.sources import open_documents
-
-    documents: Documents = open_documents(s.JsonlSource(path=str(corpus)))
-    return [str(text) for text in documents.read()]

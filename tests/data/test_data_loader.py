@@ -120,7 +120,6 @@ def test_resume_on_other_ranks_goes_on_exactly(job: Job) -> None:
 OTHERS: dict[str, Any] = {
     "shuffle": False,
     "packing": "best_fit",
-    "move_windows": True,
     "add_bos": False,
     "add_eos": False,
     "reset_positions": True,

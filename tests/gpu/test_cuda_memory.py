@@ -1,4 +1,4 @@
-"""On an accelerator: what recomputation and offloading save, with the same gradients; and real float8."""
+"""On an accelerator: what recomputation saves, with the same gradients; and real float8."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
 ]
 SIZES = {"dim": 1024, "n_layers": 8, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 3072}
-
-
-# The input of a block: 4 x 2,048 tokens of width 1,024 in bf16. What offloading leaves on the device by mistake is a multiple.
-BLOCK_INPUT_BYTES = 4 * 2048 * 1024 * 2
 
 
 @dataclass(frozen=True)
@@ -76,23 +72,14 @@ def test_modes_keep_the_numbers_and_save_memory(group: None) -> None:
         "every 2nd": {"mode": "selective", "selective_ac_option": 2},
         "op": {"mode": "selective"},
         "full": {"mode": "full"},
-        "offload": {"cpu_offload": True},
-        "full, offload": {"mode": "full", "cpu_offload": True},
     }.items():
         runs[name] = found = run(activation_checkpoint=section)
         assert found.losses == pytest.approx(plain.losses, rel=1e-4), name
         # Attention's backward adds atomically.
         assert found.norms == pytest.approx(plain.norms, rel=3e-3), name
-    # `titan sim` says, in MiB: none 3,880, every 2nd 3,038, op 2,635, full 2,003, offload 2,327, full with offload 2,003.
+    # `titan sim` says, in MiB: none 3,880, every 2nd 3,038, op 2,635, full 2,003.
     peaks = {name: found.peak_bytes for name, found in runs.items()}
     assert peaks["none"] > peaks["every 2nd"] > peaks["op"] > peaks["full"], peaks
-    assert peaks["none"] > peaks["offload"], peaks
-    # With "full", memory peaks in the first block's backward pass, when no other block's input is left to offload. The two are equal
-    # except for the allocator, whose large blocks may be up to 1 MiB larger than the tensor.
-    assert abs(peaks["full, offload"] - peaks["full"]) < BLOCK_INPUT_BYTES, peaks
-    # After the forward pass, all blocks but the last have offloaded their input.
-    saved_bytes = runs["full"].after_forward_bytes - runs["full, offload"].after_forward_bytes
-    assert abs(saved_bytes - 7 * BLOCK_INPUT_BYTES) < BLOCK_INPUT_BYTES, runs
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

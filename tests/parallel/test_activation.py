@@ -15,8 +15,6 @@ from titan.config.schema import ActivationCheckpointSection
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
 from titan.parallel.activation import apply_ac
-from titan.parallel.compile import apply_compile
-from titan.parallel.offload import apply_offload
 from titan.parallel.sac_save_list import DEFAULT_KEEP, SaveListError
 
 LAYERS = 4
@@ -68,8 +66,6 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # ({"keep": DEFAULT_KEEP}, 3 * LAYERS, 0): Kept: q, v, w1, w2 (the 1st, 3rd, 5th, 7th) and attention; run again: k, o, w3.
 # ({"keep": ["matmul/3", "attention"]}, 4 * LAYERS, 0): kept: q, o, w2
 # ({"keep": ["aten.mm@0,3,4"]}, 3 * LAYERS, LAYERS): kept: q, o, w1
-# ({"keep": ["attention"], "keep_modules": ["feed_forward.w*", "*.wq"]},: k and v are run again, w1 and w3 are in a module that is kept; o is recomputed for what follows it.
-# ({"keep_modules": ["attention"]}, 3 * LAYERS, 0): and w2: it does not stop early
 @pytest.mark.parametrize(
     ("mode", "products", "attentions"),
     table(__file__, "what_is_recomputed"),
@@ -80,12 +76,9 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
         "every 3rd",
         "all",
         "places",
-        "host",
         "some blocks",
         "nothing",
         "attention",
-        "modules",
-        "a module",
     ],
 )
 def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int) -> None:
@@ -95,24 +88,6 @@ def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int
     assert calls[ATTENTION] - plain[ATTENTION] == attentions
     assert loss == plain_loss
     assert len(gradients) == len(plain_gradients)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
-
-
-def test_kept_modules_under_the_compiler() -> None:
-    """There the policy learns from the graph which module an operation belongs to."""
-    plain, plain_loss, plain_gradients = run()
-    model = debug_model()
-    apply_ac(model, keep=["attention"], keep_modules=["feed_forward.w*"])
-    apply_compile(model, backend="aot_eager", fullgraph=True)
-    train(model)  # compiles
-    model.zero_grad()
-    # Under a dispatch mode nothing is compiled: the profiler counts.
-    with torch.profiler.profile() as profile:
-        loss, gradients = train(model)
-    calls = Counter(event.name for event in profile.events() or [])
-    assert calls["aten::mm"] - plain["mm"] == 4 * LAYERS  # q, k, v, o
-    assert calls[f"aten::{ATTENTION}"] == plain[ATTENTION]
-    assert loss == plain_loss
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
 
 
@@ -149,52 +124,3 @@ def test_dropout_is_recomputed_as_it_was(keep: tuple[str, ...]) -> None:
 def test_the_default_list_is_the_config_s() -> None:
     section = ActivationCheckpointSection()
     assert tuple(section.op_keep) == DEFAULT_KEEP
-
-
-UNIT = 2 * 32 * 64 * 4  # bytes of (B, S, D) in fp32
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_offloaded_activations(recomputed: bool, compiled: bool) -> None:
-    """The same bits; copies are gone after the backward pass; of recomputed blocks only the input is copied."""
-    _, plain_loss, plain_gradients = run()
-    model = debug_model()
-    if compiled:
-        apply_compile(model, backend="aot_eager", fullgraph=True)
-    if recomputed:
-        apply_ac(model)
-    offloader = apply_offload(model, smallest_bytes=0)
-    for _ in range(2):
-        model.zero_grad()
-        loss, gradients = train(model)
-        assert loss == plain_loss
-        assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
-        assert offloader.latest is not None and offloader.latest() is None
-    if recomputed:
-        assert offloader.num_bytes == 2 * (LAYERS - 1) * UNIT
-    else:  # at least the inputs of norms and matrix products, and the feed-forward's four
-        assert offloader.num_bytes > 2 * (LAYERS - 1) * 8 * UNIT
-
-
-def test_offloading_leaves_parameters_and_small_tensors() -> None:
-    model = debug_model()
-    offloader = apply_offload(model, smallest_bytes=UNIT + 1)
-    packed: list[Any] = []
-    run_of = offloader.run
-
-    def spy(block: Any = None) -> Any:
-        run = run_of(block)
-        pack = run.pack
-        run.pack = lambda tensor: packed.append((tensor, pack(tensor))) or packed[-1][1]
-        return run
-
-    offloader.run = spy
-    train(model)
-    addresses = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    stayed = [t for t, result in packed if isinstance(result, torch.Tensor)]
-    assert any(t.untyped_storage().data_ptr() in addresses for t in stayed)
-    for tensor, result in packed:
-        if not isinstance(result, torch.Tensor):
-            assert tensor.untyped_storage().data_ptr() not in addresses
-            assert tensor.untyped_storage().nbytes() > UNIT

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.parallel import apply_ac, apply_compile, apply_offload
+from titan.parallel import apply_ac, apply_compile
 
 WIDTH = 16
 AOT: dict[str, Any] = {"backend": "aot_eager"}
@@ -49,8 +49,6 @@ class Net(nn.Module):
 def lay_out(model: nn.Module, how: str) -> None:
     if how.startswith("budget"):
         apply_compile(model, memory_budget=float(how.removeprefix("budget ")), **AOT)
-    elif how == "offloaded":
-        apply_offload(model, smallest_bytes=0)
     elif how.startswith("every second"):
         apply_ac(model, keep=[f"aten.{how.removeprefix('every second ')}/2"])
     elif how.startswith("not restored"):
@@ -82,7 +80,7 @@ def derivatives(way: str, how: str) -> tuple[float, float]:
     return (high - low) / 2e-3, (leaf.grad * direction).sum().item()
 
 
-RESTORED = ["full", "selective", "full, compiled", "selective, compiled", "offloaded"]
+RESTORED = ["full", "selective", "full, compiled", "selective, compiled"]
 
 
 @pytest.mark.parametrize("how", [*RESTORED, "budget 0.0", "budget 0.5"])

@@ -307,7 +307,7 @@ def test_a_plan_names_every_module_with_parameters(pool) -> None:
 
 
 def test_helpers_import_neither_trainer_nor_config() -> None:
-    names = "apply_offload, precompute_scales, require_equal_replicas, set_gradient_sync, unshard_sequence"
+    names = "precompute_scales, require_equal_replicas, set_gradient_sync, unshard_sequence"
     code = f"import sys, titan.losses.loss; from titan.parallel import *; {names}; print(list(sys.modules))"
     modules = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -17,7 +17,6 @@ from titan.parallel import (
     apply_ep,
     apply_float8,
     apply_fsdp,
-    apply_offload,
     apply_tp,
     build_mesh,
     precompute_scales,
@@ -82,8 +81,6 @@ HELPERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "ac, every": (lambda m, _: apply_ac(m, container="blocks", every=3), "no block of blocks"),
     "ac, numbers": (lambda m, _: apply_ac(m, container="blocks", blocks={7}), r"no block of blocks \(0, 1\)"),
     "compile": (lambda m, _: apply_compile(m, container=["blocks", "empty"], backend="eager"), "no blocks in `empty`"),
-    "offload": (lambda m, _: apply_offload(m), "no blocks in `layers`"),
-    "offload, one": (lambda m, _: apply_offload(m, container="one"), "one has one block"),
     "fsdp": (lambda m, mesh: apply_fsdp(m, mesh=mesh, blocks=iter(()), gradients="sum"), "no block of Net is named"),
     "fsdp, other": (
         lambda m, mesh: apply_fsdp(m, mesh=mesh, blocks=OTHER.blocks, gradients="sum"),

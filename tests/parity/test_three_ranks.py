@@ -61,7 +61,6 @@ LAYOUTS = [
     odd("FSDP2, accumulated, clipped", fsdp(3), accumulation=2),
     odd("ZeRO-2", fsdp(3), settings=NEVER),
     odd("parameters on the host", fsdp(3), offload=True),
-    odd("activations on the host", fsdp(3), keep_in="host"),
     odd("full AC, compiled", fsdp(3), recompute="full", compiled="aot_eager"),
     odd("update in the backward pass", fsdp(3), optimizer=(("early_step_in_backward", True),)),
     odd("Muon", fsdp(3), optimizer=(("name", "Muon"), ("ns_dtype", "float32"))),
@@ -77,7 +76,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
 def test_three_ranks_equal_one(layout: Layout, pool: Pool) -> None:
-    alone = replace(layout, degrees=(), settings=(), offload=False, keep_in="device")
+    alone = replace(layout, degrees=(), settings=(), offload=False)
     [expected] = pool.run(1, train, alone)
     found = differences(pool.run(layout.ranks, train, layout), expected)
     assert max(found.values()) < BOUND, found

@@ -38,7 +38,7 @@ from titan.sim.record.trace import (
 )
 from titan.sim.replay.memory import memory_report
 from titan.sim.replay.queues import replay
-from titan.sim.search.autosac import autosac, to_lines
+from titan.sim.search.autosac import to_lines
 from titan.sim.search.command import settings_overlay
 from titan.sim.search.knapsack import Kept
 from titan.sim.search.plan import main
@@ -51,7 +51,6 @@ from titan.sim.search.recomputation import (
     samples,
     solve,
 )
-from titan.sim.search.variants import Search
 from titan.sim.simulate import simulate
 
 H100 = load_profile("h100-sxm")
@@ -313,22 +312,9 @@ def test_the_command_writes_the_fastest_overlay_that_fits(
 
 def test_an_overlay_has_the_numbers_of_its_settings(tmp_path: Path) -> None:
     file = tmp_path / "overlay.toml"
-    budget = {"mode": "memory_budget", "op_keep_modules": "[]", "memory_budget": "0.25"}
+    budget = {"mode": "memory_budget", "memory_budget": "0.25"}
     file.write_text(
         settings_overlay({f"activation_checkpoint.{k}": v for k, v in budget.items()})
     )
     section = load_from_argv([*JOB, str(file)]).activation_checkpoint
     assert (section.mode, section.memory_budget) == ("memory_budget", 0.25)
-
-
-@pytest.mark.slow
-def test_what_goes_to_the_host_fits_in_less_memory() -> None:
-    """Where memory is short, the host's makes the step faster."""
-    job = [*JOB, "--training.seq_len=4096", "--training.local_batch_size=4"]
-    tight = H100.model_copy(update={"memory_gib": 1.9})
-    without = autosac(Search(job, 2, tight))
-    with_host = autosac(Search(job, 2, tight), host=True)
-    assert not any(">host" in line for line in without.lines)
-    assert any(">host" in line for line in with_host.lines)
-    assert with_host.simulation.fits
-    assert with_host.simulation.timeline.step_s <= without.simulation.timeline.step_s

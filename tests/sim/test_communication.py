@@ -127,27 +127,6 @@ def test_bytes_of_a_step_with_weights_that_stay() -> None:
         assert sent["all_gather", "float32"] == 0
 
 
-def test_reduce_scatters_have_a_group_of_their_own_if_asked(pool: Pool) -> None:
-    """Also those of experts, which other ranks share. What is sent is what is sent without the key."""
-    groups = []
-    for apart in (False, True):
-        settings = {"fsdp_separate_reduce_scatter": apart, "expert_parallel_degree": 2}
-        config = job(parallelism=settings, model={"name": "qwen3", "flavor": "tiny_moe"})
-        trace = trace_ranks(config, world_size=4, ranks=[0])[0]
-        found: dict[str, set[str]] = {}
-        for transfer in events_of(trace.step, Transfer):
-            group = trace.groups[transfer.group]
-            found.setdefault(f"{transfer.kind} {group.axes[-1]}", set()).add(group.name)
-        groups.append(found)
-    shared, own = groups
-    assert shared.keys() == own.keys() >= {"reduce_scatter dp_shard", "reduce_scatter efsdp"}
-    for axis in ("dp_shard", "efsdp"):
-        assert shared[f"reduce_scatter {axis}"] == shared[f"all_gather {axis}"]
-        is_apart = own[f"reduce_scatter {axis}"].isdisjoint(own[f"all_gather {axis}"])
-        assert is_apart == (not torch.__version__.startswith(("2.11", "2.12")))
-    require_equal(job(parallelism={"fsdp_separate_reduce_scatter": True}), 2, pool)
-
-
 @pytest.mark.parametrize(
     ("world", "settings"),
     [(2, {}), (2, {KEEP: "never"}), (4, {REPLICAS: 2}), (4, {PP: 2, SCHEDULE: "1F1B"})],

@@ -82,7 +82,6 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "frozen": {"freeze": ("layers.*.attention_norm.*", "layers.*.attention.wv.weight")}
     },
     "weights": {"weights on the host": {"offload": True}},
-    "activations": {"activations on the host": {"keep_in": "host"}},
 }
 FACTOR_OF = {technique: factor for factor, values in FACTORS.items() for technique in values}
 MOST_RANKS = 8
@@ -141,7 +140,6 @@ def techniques_of(layout: Layout) -> frozenset[str]:
         "Muon" if dict(layout.optimizer).get("name") == "Muon" else "",
         "frozen" if layout.freeze else "",
         "weights on the host" if layout.offload else "",
-        "activations on the host" if layout.keep_in == "host" else "",
     }  # fmt: skip
     return frozenset(found & FACTOR_OF.keys())
 

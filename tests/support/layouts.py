@@ -43,7 +43,6 @@ class Layout:
     accumulation: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
     recompute: str = "none"  # mode, or "2": every second block
-    keep_in: str = "device"  # or "host": activations wait there
     compiled: str = ""
     float8: str = ""  # recipe
     exact: tuple[str, ...] = ("output",)  # parts of names of layers that float8 leaves alone
@@ -188,7 +187,6 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = 0) -> Job
             "activation_checkpoint": {
                 "mode": "selective" if layout.recompute == "2" else layout.recompute,
                 "selective_ac_option": "2" if layout.recompute == "2" else "op",
-                "cpu_offload": layout.keep_in == "host",
             },
             "model": {
                 "name": layout.model[0],

@@ -61,7 +61,7 @@ TECHNIQUES: dict[str, Callable[[Row], bool]] = {
     "experts, EP 2 to 8": _named("EP 2", "EP 4", "EP 8"),
     "recomputation": _named("AC", "memory budget"),
     "compiled": _named("compiled"),
-    "parameters or activations on the host": _named("on the host"),
+    "parameters on the host": _named("on the host"),
     "frozen parameters": _named("frozen"),
     "Muon": _named("Muon"),
 }

@@ -242,11 +242,6 @@ def _check_units(config: JobConfig, model: Any, world_size: int) -> Violations:
     shards = layout_of(config, world_size).dp_shard * parallel.context_parallel_degree
     blocks = model.n_layers // parallel.pipeline_parallel_degree
     is_ddp = shards == 1 < parallel.data_parallel_replicate_degree
-    # Tensor-parallel ranks shard experts even if nothing else is sharded.
-    is_whole = is_ddp and parallel.tensor_parallel_degree == 1
-    if parallel.fsdp_separate_reduce_scatter and is_whole:
-        reason = "DDP has no reduce-scatters; use false, or shard parameters"
-        yield "parallelism.fsdp_separate_reduce_scatter", reason
     for name in ("fsdp_blocks_per_unit", "fsdp_kept_blocks"):
         number = getattr(parallel, name)
         if number > 1 and is_ddp:

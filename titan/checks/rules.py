@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from importlib.metadata import version
 
 from titan.base.hardware import count_accelerators
 from titan.checks.environment import check_environment
@@ -29,9 +26,9 @@ from titan.checks.layout_rules import check_layout, resolve_layout
 from titan.checks.phase_rules import check_borders
 from titan.checks.section_rules import RULES
 from titan.config.errors import ConfigError, Problem, Violations, problems_of, readable
-from titan.config.layout import AXES, Layout
+from titan.config.layout import Layout
 from titan.config.load import load_from_argv, print_warnings
-from titan.config.phases import of_each_phase, phases_of
+from titan.config.phases import of_each_phase
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import JobConfig
 from titan.optim.schedule import phases
@@ -133,7 +130,6 @@ def _problems(
     problems = check(config)
     if world_size is not None:
         problems += check_layout(config, world_size=world_size) or [
-            *problems_of(_check_axes, config, world_size),
             *problems_of(check_borders, config, world_size),
         ]
     if here:
@@ -143,25 +139,6 @@ def _problems(
 
         problems += check_machine(config, device=device)
     return problems
-
-
-def _check_axes(config: JobConfig, world_size: int) -> Violations:
-    """Check that each axis with options of NCCL has ranks that communicate, in one phase at least."""
-    num_experts = config.model.known_sizes.num_experts
-    ranks = Counter[str]()  # the most of any phase
-    for phase in phases_of(config, world_size=world_size):
-        layout, ep = phase.layout, phase.config.parallelism.expert_parallel_degree
-        own = asdict(layout) | {"ep": ep, "efsdp": 1}
-        if num_experts and (ep > 1 or layout.tp > 1):
-            own["efsdp"] = layout.dp_shard * layout.cp * layout.tp // ep
-        ranks |= Counter(own)
-    for axis in config.comm.nccl.options():
-        if ranks[axis] == 1 < world_size:  # a choice for many ranks runs on one
-            fix = f"remove the table, or change {AXES.get(axis, 'parallelism.expert_parallel_degree')}"
-            reason = "the axis has one rank, which sends nothing"
-            if axis not in AXES and not num_experts:
-                reason, fix = "the model has no experts", "remove the table"
-            yield f"comm.nccl.{axis}", f"{reason}; {fix}"
 
 
 def check(config: JobConfig) -> list[Problem]:
@@ -209,23 +186,7 @@ def _advice(config: JobConfig, on_cpu: bool) -> Violations:
     if decay < wanted:
         message = f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
         yield "lr_scheduler.decay_ratio", f"{message}; cut to {decay}"
-    torch = version("torch")
-    is_old = tuple(map(int, torch.split(".")[:2])) < (2, 13)
-    if config.parallelism.fsdp_separate_reduce_scatter and is_old:
-        yield (
-            "parallelism.fsdp_separate_reduce_scatter",
-            f"torch {torch} has no separate group for reduce-scatters: they share "
-            "that of all-gathers, with the same numbers; torch 2.13 has one",
-        )
-    if on_cpu:
-        for axis in config.comm.nccl.options():
-            message = (
-                "ranks on a CPU communicate through gloo, which has no such options; ignored"
-            )
-            yield f"comm.nccl.{axis}", message
-        if config.comm.sm_carveout:
-            yield "comm.sm_carveout", "a CPU has no SMs; ignored"
-    elif config.training.mixed_precision_param == "float32":
+    if not on_cpu and config.training.mixed_precision_param == "float32":
         message = (
             "float32 leaves an accelerator's tensor cores idle: an H100 takes ten times as long as "
             'with "bfloat16", which "auto" means there'

@@ -86,11 +86,6 @@ def _data(config: JobConfig) -> Violations:
     # The path would be ignored, so the job probably means another tokenizer.
     if config.tokenizer.path and config.tokenizer.name == "bytes":
         yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
-    if data.move_windows and data.packing == "best_fit":
-        yield (
-            "move_windows",
-            'best-fit rows begin with documents; set packing = "cut", or false',
-        )
     yield from _dataset("training", training.dataset, training.dataset_path)
     if has_conversations(config) and not data.document_mask:
         yield "document_mask", "conversations share sequences; set document_mask = true"
@@ -311,21 +306,11 @@ def _recomputation(config: JobConfig) -> Violations:
         yield "selective_ac_option", f"the model has only {layers} layers; use {layers} or less"
     # Only the form of a name is checked here; machine.py looks it up.
     yield from _kept(section, layers)
-    if _compiles_model(config):
-        for key in ("op_keep", "op_keep_by_block"):
-            if any(">host" in entry for entry in getattr(section, key)):
-                yield (
-                    key,
-                    '">host" does not work in compiled blocks; leave it out or do not compile',
-                )
-    for key in ("op_keep_by_block", "op_keep_modules"):
-        if getattr(section, key) and not by_op:
-            yield key, 'needs mode = "selective" with "op"; set that, or remove this key'
-    if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
+    if section.op_keep_by_block and not by_op:
+        fix = "set that, or remove this key"
+        yield "op_keep_by_block", f'needs mode = "selective" with "op"; {fix}'
+    if by_op and not (section.op_keep or section.op_keep_by_block):
         yield "op_keep", 'keeps nothing; use mode = "full"'
-    # "op" keeps its results in its own storage, where offloading does not see them.
-    if section.cpu_offload and by_op:
-        yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'
     if section.mode == "memory_budget" and not _compiles_model(config):
         yield "mode", '"memory_budget" needs compile.enable with the component model; set that'
 
@@ -366,8 +351,8 @@ def _compile(config: JobConfig) -> Violations:
     if training.dtype != training.compute_dtype:
         cast = f"casting parameters from {training.dtype} to {training.compute_dtype}"
         yield "mode", f"{rule} {cast}; {fix}"
-    if ac.mode != "none" or ac.cpu_offload:
-        yield "mode", f"{rule} recomputation and offloading; {fix}"
+    if ac.mode != "none":
+        yield "mode", f"{rule} recomputation; {fix}"
 
 
 def _checkpoint(config: JobConfig) -> Violations:
@@ -443,16 +428,6 @@ def _fault_tolerance(config: JobConfig) -> Violations:
         )
 
 
-def _nccl(config: JobConfig) -> Violations:
-    for axis, options in config.comm.nccl.options().items():
-        least, most = options.get("min_ctas", 1), options.get("max_ctas", 64)
-        if least > most:
-            yield (
-                f"comm.nccl.{axis}.min_ctas",
-                f"is more than max_ctas = {most}; use {most} or less",
-            )
-
-
 # Section and rule. Problems on one line of a file are reported in this order.
 RULES: tuple[tuple[str, Callable[[JobConfig], Violations]], ...] = (
     ("", _text),
@@ -479,6 +454,5 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Violations]], ...] = (
     ("compile", _compile),
     ("checkpoint", _checkpoint),
     ("profiling", _profiling),
-    ("comm", _nccl),
     ("fault_tolerance", _fault_tolerance),
 )

@@ -421,9 +421,6 @@ class DataSection(Section):
     """How documents fill sequences. cut: one after another, cut wherever a sequence ends. best_fit:
     whole, where they leave the least room, with padding in what stays free. Only documents longer
     than a sequence are cut. Not for streams."""
-    move_windows: bool = False
-    """With cut packing, begin to cut at another token in each epoch after the first, so that
-    sequences begin elsewhere. true is better for a run of many epochs."""
     add_bos: bool = True
     """Begin each document with the tokenizer's begin-of-text token, if it has one. A tokenizer that
     does not add one to the texts that it encodes needs tokenizer.bos_token as well."""

@@ -107,9 +107,6 @@ class ParallelismSection(Section):
     """When FSDP sums gradients over ranks: after each micro-batch, or once a step. "step" divides the bytes of
     reduce-scatters by the number of micro-batches, and costs the memory of whole gradients in
     training.mixed_precision_reduce (4 bytes a parameter in float32). DDP and pipelines always do so."""
-    fsdp_separate_reduce_scatter: bool = False
-    """Reduce-scatters of FSDP in a communicator of their own, so that they need not take turns with
-    all-gathers. It costs a communicator's buffers. Needs torch 2.13: an older torch shares one."""
     fsdp_kept_blocks: Positive = 1
     """Last blocks of each stage that stay gathered until their backward pass all the same. The last one
     always does. Each more saves one gathering and costs its memory. `titan plan --only fsdp` chooses."""
@@ -247,17 +244,12 @@ class ActivationCheckpointSection(Section):
     op_keep: StrList = ["matmul/2", "attention", "network", "scales"]
     """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul",
     "attention", "network" (reduce-scatter and all-to-all), "scales" (of float8). "/2" keeps every
-    second result in a block, "/3" every third, "@0,3" the first and the fourth; ">host" at the end
-    keeps them in host memory."""
-    op_keep_modules: StrList = []
-    """Modules whose matmul results "op" keeps as well: patterns such as "feed_forward.w*"."""
+    second result in a block, "/3" every third, "@0,3" the first and the fourth."""
     op_keep_by_block: StrList = []
     """Operations that "op" keeps in some blocks in place of op_keep, such as "8-15: aten.mm@0,2 attention".
     "all" keeps everything, nothing after the colon keeps nothing. `titan plan --only sac` writes this."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a block's activations that the compiler keeps, from 0 to 1 (all)."""
-    cpu_offload: bool = False
-    """Copy activations (mode "full": inputs of blocks) to the host until they are needed."""
     preserve_rng_state: bool = False
     """Restore random states for the recomputation, for models that draw random numbers in functions. Where a
     module has dropout, they are restored anyway."""

@@ -74,7 +74,7 @@ class BestFitSamples(ShardSamples):
                 write_atomically(file, content.getvalue(), durable=False)
         return np.load(file, mmap_mode="r").view(np.ndarray)
 
-    def _row(self, place: int, epoch: int) -> np.ndarray:
+    def _row(self, place: int) -> np.ndarray:
         number = int(self._ends.searchsorted(place, side="right"))
         plan, tokens = self._plans[number], self._shards.tokens_of(number)
         local = place - (int(self._ends[number - 1]) if number else 0)

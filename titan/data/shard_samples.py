@@ -133,16 +133,9 @@ class ShardSamples(Source):
             windows[here], piece[here] = begin + rows // pieces, rows % pieces
         return permute(windows, length=num_windows, key=key) * pieces + piece
 
-    def _row(self, place: int, epoch: int) -> np.ndarray:
+    def _row(self, place: int) -> np.ndarray:
         # Consecutive sequences overlap in one token: the last label of a sequence is the first input of the next sequence.
-        begin, length = place * self._seq_len, self._shards.num_tokens
-        if self._data.move_windows and epoch:
-            begin = (begin + derive_key(self._key, "move", epoch) % length) % length
-        # After its end, the text starts again, which is like the start of any other document.
-        count = min(self._seq_len + 1, length - begin)
-        tokens = self._shards.read(begin, count=count)
-        rest = self._seq_len + 1 - count
-        return np.append(tokens, self._shards.read(0, count=rest)) if rest else tokens
+        return self._shards.read(place * self._seq_len, count=self._seq_len + 1)
 
     def get(self, indices: np.ndarray) -> np.ndarray:
         epochs, places = np.divmod(indices, self._num_samples)
@@ -151,4 +144,4 @@ class ShardSamples(Source):
             here = epochs == epoch
             key = derive_key(self._key, "epoch", int(epoch))
             places[here] = self._shuffled(places[here], key)
-        return self._shards.check(np.stack([*map(self._row, places.tolist(), epochs.tolist())]))
+        return self._shards.check(np.stack([*map(self._row, places.tolist())]))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .fsdp import apply_ddp, apply_fsdp, set_gradient_sync
     from .init_weights import initialize, materialize
     from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
-    from .offload import apply_offload
     from .pipeline import Pipeline
     from .stage_split import split_stages
     from .stages import extract_stages
@@ -36,7 +35,6 @@ _MODULES = {
     "float8": "apply_float8 precompute_scales",
     "fsdp": "apply_ddp apply_fsdp set_gradient_sync",
     "mesh": "axis_rank axis_size build_mesh build_sparse_mesh submesh",
-    "offload": "apply_offload",
     "pipeline": "Pipeline",
     "stages": "extract_stages",
     "stage_split": "split_stages",
@@ -55,7 +53,6 @@ __all__ = [
     "apply_ep",
     "apply_float8",
     "apply_fsdp",
-    "apply_offload",
     "apply_tp",
     "axis_rank",
     "axis_size",

@@ -24,7 +24,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from types import CodeType
 from typing import Any
@@ -33,14 +32,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .offload import Offloader
 from .random_numbers import require_no_draws, require_restored
 from .sac_save_list import GROUPS, Rule, SaveListError, parse_rule
-from .selective import Decision, selective_checkpoint_contexts
-from .torch_compat import (
-    checkpoint_wrapper,
-    traced_module_path,
-)
+from .selective import selective_checkpoint_contexts
+from .torch_compat import checkpoint_wrapper
 from .traits import blocks_in
 
 
@@ -51,7 +46,6 @@ def apply_ac(
     every: int = 1,
     blocks: Container[int] | None = None,
     keep: Sequence[str] = (),
-    keep_modules: Sequence[str] = (),
     by_op: bool = False,
     preserve_rng_state: bool = True,
     contexts: Callable[[nn.Module], Callable[[], Any] | None] = lambda block: None,
@@ -66,8 +60,6 @@ def apply_ac(
         every: 1 for each block, 2 for every second one.
         blocks: numbers of the blocks to wrap, which are their names in the container. None: any.
         keep: operations whose results are kept, as entries of a save list. None of them: full recomputation.
-        keep_modules: patterns of module names within a block ("feed_forward.w*"). The results of matmuls and attention in these
-            modules are kept, too, and the entries of `keep` do not count them.
         by_op: decide operation by operation even if nothing is kept.
         preserve_rng_state: recompute with the random numbers of the forward pass. Blocks that draw random numbers (dropout) need
             it for right gradients. Other blocks save a little time with False.
@@ -75,7 +67,7 @@ def apply_ac(
             or None.
 
     Raises:
-        SaveListError: torch lacks an operation, or no module of a block matches a pattern.
+        SaveListError: torch lacks an operation.
         ValueError: there is no block, or none is chosen; or a module draws random numbers, and `preserve_rng_state` is False.
     """
     if every < 1:
@@ -83,7 +75,7 @@ def apply_ac(
     require_restored(model, preserve_rng_state=preserve_rng_state)
     # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    selection = _selection(tuple(keep), tuple(keep_modules))
+    selection = _selection(tuple(keep))
     # One function for all blocks, or torch.compile would compile every block again. A partial, as torch.compile takes no method.
     context_fn = partial(_contexts, selection)
     parent, found = blocks_in(model, container)
@@ -103,11 +95,9 @@ def apply_ac(
         of_block = contexts(block)
         if of_block is not None:
             settings = {"context_fn": of_block}
-        if keep or keep_modules or by_op:
-            selection.watch(block)
+        if keep or by_op:
             both = context_fn if of_block is None else partial(_contexts, selection, of_block)
-            # Disable early stop when hooks watch modules: they must see module exits, too.
-            settings = {"context_fn": both, "early_stop": not keep_modules}
+            settings = {"context_fn": both}
         wrapped = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **settings)
         parent.register_module(name, wrapped)
 
@@ -126,69 +116,26 @@ def _existing(entry: str) -> Rule:
 
 
 class _Selection:
-    """The operations whose results blocks keep, and the counts and module depth that decide about each call."""
+    """The operations whose results blocks keep."""
 
-    def __init__(self, keep: Sequence[str], keep_modules: Sequence[str]) -> None:
+    def __init__(self, keep: Sequence[str]) -> None:
         self.rules: defaultdict[str, list[Rule]] = defaultdict(list)
         for rule in map(_existing, keep):
             for name in rule.names:
                 self.rules[name].append(rule)
-        moves = any(rule.host for rules in self.rules.values() for rule in rules)
-        self.offloader = Offloader() if moves else None
-        self.keep_modules = keep_modules
-        self.depth = 0  # of nested modules that run and whose results are kept
 
-    def watch(self, block: nn.Module) -> None:
-        """Register hooks that record when the modules of a block run whose results are kept."""
-        for pattern in self.keep_modules:
-            # Names within a block, as `named_modules` of the block returns them.
-            names = [name for name, _ in block.named_modules() if name]
-            matching = [name for name in names if fnmatchcase(name, pattern)]
-            if not matching:
-                raise SaveListError(
-                    f"no module of a block matches '{pattern}'; it has {', '.join(names)}"
-                )
-            for name in matching:
-                block.get_submodule(name).register_forward_pre_hook(self._enter)
-                block.get_submodule(name).register_forward_hook(self._leave)
-
-    def _enter(self, *_: Any) -> None:
-        # While a compiler traces, _in_kept_module asks it for the module path.
-        if not torch.compiler.is_compiling():
-            self.depth += 1
-
-    def _leave(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.depth -= 1
-
-    def _in_kept_module(self, within: str) -> bool:
-        if self.depth:
-            return True
-        names = [within + name for name in traced_module_path()] if self.keep_modules else ()
-        return any(fnmatchcase(n, pattern) for n in names for pattern in self.keep_modules)
-
-    def contexts(self, within: str) -> Any:
-        """Return the contexts of one forward pass and its recomputation, which count operations alike.
-
-        Args:
-            within: name of the module that runs, followed by a dot. "" for the block itself.
-        """
+    def contexts(self) -> Any:
+        """Return the contexts of one forward pass and its recomputation, which count operations alike."""
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
-        self.depth = 0  # after an exception, the exit hook of a module has not run
 
-        def decide(name: str, recomputes: bool) -> Decision:
-            expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
-            if expensive and self._in_kept_module(within):
-                return "keep"
+        def keeps(name: str, recomputes: bool) -> bool:
             rules = self.rules.get(name, ())
             # The forward pass and the recomputation count separately, so that both keep the same calls.
             for names in {rule.names for rule in rules}:
                 counts[names, recomputes] += 1
-            kept = [rule for rule in rules if rule.keeps(counts[rule.names, recomputes] - 1)]
-            return ("host" if kept[0].host else "keep") if kept else "recompute"
+            return any(rule.keeps(counts[rule.names, recomputes] - 1) for rule in rules)
 
-        host = self.offloader.run() if self.offloader else None
-        return selective_checkpoint_contexts(decide, host=host)
+        return selective_checkpoint_contexts(keeps)
 
 
 _selection = cache(_Selection)
@@ -216,14 +163,10 @@ def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..
     context_fn = settings.get("context_fn")
     if not isinstance(context_fn, partial) or context_fn.func is not _contexts:
         return None
-    selection = context_fn.args[0]
-    inside = unwrapped(block)
-    names = {module: f"{name}." for name, module in inside.named_modules() if name}
+    # Without the contexts of other parts, which see the whole block.
+    options: Any = {**settings, "context_fn": partial(_contexts, context_fn.args[0])}
 
     def select(function: Callable[..., Any]) -> Callable[..., Any]:
-        within = names.get(getattr(function, "__self__", inside), "")
-        options: Any = {**settings, "context_fn": partial(_contexts, selection, within=within)}
-
         def selected(*args: Any, **kwargs: Any) -> Any:
             return checkpoint(function, *args, **options, **kwargs)
 
@@ -242,10 +185,8 @@ def _renamed(code: CodeType, name: str) -> CodeType:
     return code.replace(co_name=name)
 
 
-def _contexts(
-    selection: _Selection, others: Callable[[], Any] | None = None, *, within: str = ""
-) -> Any:
-    contexts = selection.contexts(within)
+def _contexts(selection: _Selection, others: Callable[[], Any] | None = None) -> Any:
+    contexts = selection.contexts()
     return (
         contexts
         if others is None

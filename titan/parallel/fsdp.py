@@ -39,8 +39,6 @@ from .fsdp_compat import (
     average_gradients,
     compare_units,
     gathers_itself,
-    is_sharded,
-    parameter_groups,
     reduce_unused,
 )
 from .init_weights import canonical_name
@@ -404,28 +402,6 @@ def reduce_gradients(
         if divisor > 1:
             average_gradients(module, divisor)
     compare_units(model, units)
-
-
-def separate_reduce_scatter(parts: Iterable[nn.Module]) -> bool:
-    """Make FSDP reduce-scatter in a separate process group, since NCCL runs one collective of a group at a time.
-
-    All units of all parts that are sharded over the same ranks share a group. Older torch than 2.13 cannot, and changes nothing.
-
-    Args:
-        parts: models after FSDP: all pipeline stages of this rank, in the order of their numbers.
-
-    Returns:
-        Whether torch can.
-    """
-    groups: dict[tuple[int, ...], Any] = {}
-    for module in (module for part in parts for module in part.modules()):
-        for unit in parameter_groups(module):
-            if not hasattr(unit, "_set_separate_reduce_scatter_group"):
-                return False
-            # torch's public function takes one root: each stage would get a communicator, as would units of one rank.
-            if is_sharded(unit):
-                unit._set_separate_reduce_scatter_group(True, groups)
-    return True
 
 
 def set_gradient_sync(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .numa import bind_to_node
 from .torch_compat import limit_gloo, set_allocator
 
 # Set by the launcher of a run on one machine: a folder that only its user can open (titan/ops/rendezvous.py).
@@ -33,7 +32,6 @@ def start_process_group(
     init_timeout_s: float,
     expandable_segments: bool,
     host_tensors: bool = False,
-    numa_binding: bool = False,
 ) -> torch.device:
     """Start the process group, on the accelerator if there is one. Return this rank's device.
 
@@ -44,7 +42,6 @@ def start_process_group(
             limits.
         expandable_segments: setting of the accelerator's caching allocator, unless an environment variable sets the allocator.
         host_tensors: let the groups of meshes also communicate tensors in host memory (parameters that FSDP keeps there).
-        numa_binding: keep the threads of this process on the cores beside its GPU.
     """
     # torch has two names for the variable, the older one with CUDA in it.
     if not ({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & {*os.environ}):
@@ -54,8 +51,6 @@ def start_process_group(
     if accelerator is not None:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
-        if numa_binding and device.type == "cuda":
-            bind_to_node(device)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     # Ranks of one machine need no other address. Ranks of several machines need gloo's default device to reach each other.
     limit_gloo(loopback=world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))

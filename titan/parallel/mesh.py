@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,7 +43,6 @@ def build_mesh(
     dp_shard: int = 1,
     cp: int = 1,
     tp: int = 1,
-    nccl: Any = None,
 ) -> DeviceMesh:
     """Build the mesh over all ranks of the default process group, which must be initialised.
 
@@ -55,50 +53,17 @@ def build_mesh(
         dp_shard: number of FSDP shards.
         cp: number of context-parallel ranks.
         tp: number of tensor-parallel ranks.
-        nccl: a mapping of options of NCCL by axis, also those of the sparse mesh: fields of ProcessGroupNCCL.Options.config, and
-            `high_priority_stream`. Other backends have no such options, and ignore them.
 
     Raises:
         ValueError: the product of the degrees is not the world size (from torch).
     """
     degrees = dict(zip(AXES, (pp, dp_replicate, dp_shard, cp, tp), strict=True))
     present = {axis: n for axis, n in degrees.items() if n > 1 or axis == "dp_shard"}
-    if nccl and dist.get_default_backend_for_device(device_type) != "nccl":
-        nccl = None
-    mesh = _build(device_type, present, nccl or {})
-    if nccl and "dp_shard" in nccl and dp_shard > 1 and cp > 1:
-        # FSDP's axis. `submesh` finds it in torch's table of joined axes.
-        options = _nccl_options(nccl["dp_shard"])
-        mesh["dp_shard", "cp"]._flatten("dp_shard_cp", backend_override=options)
-    return mesh
+    return _build(device_type, present)
 
 
-def _build(
-    device_type: str, degrees: Mapping[str, int], nccl: Mapping[str, Mapping[str, Any]]
-) -> DeviceMesh:
-    mesh: Any = init_device_mesh(
-        device_type,
-        tuple(degrees.values()),
-        mesh_dim_names=tuple(degrees),
-        # torch makes an axis that spans all ranks from the default group, unless it has options.
-        backend_override={
-            axis: _nccl_options(nccl[axis])
-            for axis, n in degrees.items()
-            if axis in nccl and n > 1
-        },
-    )
-    mesh.nccl = nccl  # for the sparse mesh
-    return mesh
-
-
-def _nccl_options(values: Mapping[str, Any]) -> Any:
-    """Return new options for a process group. torch writes into those of each group that it makes."""
-    values = dict(values)
-    is_high = values.pop("high_priority_stream", False)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high)
-    for name, value in values.items():
-        setattr(options.config, name, value)
-    return options
+def _build(device_type: str, degrees: Mapping[str, int]) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def build_sparse_mesh(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
@@ -120,7 +85,7 @@ def build_sparse_mesh(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
     present = {axis: n for axis, n in degrees.items() if n > 1} | {"efsdp": lent // ep}
     if ep > 1:
         present["ep"] = ep
-    return _build(mesh.device_type, present, getattr(mesh, "nccl", {}))
+    return _build(mesh.device_type, present)
 
 
 def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh | None:

@@ -431,7 +431,7 @@ def prepare_to_split_backward(stage: nn.Module) -> None:
         if selection_of(module) is not None:
             raise ValueError(
                 f"module '{name}' keeps some operations and recomputes others, which cannot be cut as this schedule cuts "
-                "backward passes; use 1F1B or Interleaved1F1B, or apply_ac without keep and keep_modules"
+                "backward passes; use 1F1B or Interleaved1F1B, or apply_ac without keep"
             )
         if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
             module.set_reshard_after_forward(False, recurse=False)

@@ -5,13 +5,11 @@ below, and may end in
 
     /2      keep every second call, in the order in which they run in a block
     @0,3    keep the first and the fourth call
-    >host   keep the results in host memory
 
 An example: the matmuls of a Llama block run in the order q, k, v, o, w1, w3, w2, with the numbers 0 to 6.
 
     matmul/2            keeps 0, 2, 4, 6: q, v, w1 and w2
     matmul@1,3          keeps k and o
-    aten.mm@6>host      keeps w2, in host memory
 
 The default list keeps q, v, w1 and w2, attention, and the results of reduce-scatters and all-to-alls. The block runs k, o, w3
 and all elementwise operations again. activation.py says how much memory that takes.
@@ -53,13 +51,11 @@ class Rule(NamedTuple):
         names: names of the operations.
         every: keep each n-th call, beginning with the first. Ignored if there are `places`.
         places: numbers of the calls to keep, from 0.
-        host: keep the results in host memory.
     """
 
     names: tuple[str, ...]
     every: int = 1
     places: frozenset[int] = frozenset()
-    host: bool = False
 
     def keeps(self, place: int) -> bool:
         """Return whether the rule keeps the result of a call.
@@ -70,9 +66,7 @@ class Rule(NamedTuple):
         return place in self.places if self.places else place % self.every == 0
 
 
-_ENTRY = re.compile(
-    r"(\w+(?:\.\w+)?)(?:/([1-9]\d{0,8})|@(\d{1,8}(?:,\d{1,8})*))?(>host)?", re.ASCII
-)
+_ENTRY = re.compile(r"(\w+(?:\.\w+)?)(?:/([1-9]\d{0,8})|@(\d{1,8}(?:,\d{1,8})*))?", re.ASCII)
 _BLOCKS = re.compile(r"(\d{1,8})(?:-(\d{1,8}))?:(.*)", re.ASCII)
 
 
@@ -80,7 +74,7 @@ def parse_rule(entry: str) -> Rule:
     """Return the rule of an entry. Only torch knows whether an operation exists.
 
     Args:
-        entry: text such as "aten.mm@0,3>host".
+        entry: text such as "aten.mm@0,3".
 
     Raises:
         SaveListError: the entry has no meaning.
@@ -89,12 +83,12 @@ def parse_rule(entry: str) -> Rule:
     if not match or ("." not in match[1] and match[1] not in GROUPS):
         raise SaveListError(
             f'"{entry[:80]}" is no operation such as "aten.mm" and no group ({", ".join(GROUPS)}); either may end in '
-            '"/2", in "@0,3", and in ">host"'
+            '"/2" or in "@0,3"'
         )
-    name, every, places, host = match.groups()
+    name, every, places = match.groups()
     # A group stands for several operations, which are counted together.
     numbers = frozenset(map(int, places.split(","))) if places else frozenset()
-    return Rule(GROUPS.get(name, (name,)), int(every or 1), numbers, bool(host))
+    return Rule(GROUPS.get(name, (name,)), int(every or 1), numbers)
 
 
 def parse_blocks(line: str) -> tuple[range, list[str] | None]:

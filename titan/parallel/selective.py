@@ -1,15 +1,14 @@
 """Selective activation checkpointing: contexts that decide about each operation's result.
 
-They wrap torch's own contexts, which keep or recompute each result that they see, and add three things:
+They wrap torch's own contexts, which keep or recompute each result that they see, and add two things:
 
-    host        a result may be kept in host memory
     outside     a function may be left out of the decisions, such as FSDP's all-gather hooks, which may do something in the
                 recomputation that they did not do in the forward pass, or the reverse
     programs    a compiled program counts as one operation, whose results are all kept
 
-An example: a block runs aten.mm twice and has an FSDP hook that runs an all-gather in between. `decide` is called with
-("aten.mm", False) for each matmul of the forward pass, and not for the hook's all-gather. If it returns "keep" and then
-"recompute", the first result is kept. The recomputation calls it with ("aten.mm", True) twice. The first call returns the kept
+An example: a block runs aten.mm twice and has an FSDP hook that runs an all-gather in between. `keeps` is called with
+("aten.mm", False) for each matmul of the forward pass, and not for the hook's all-gather. If it returns True and then
+False, the first result is kept. The recomputation calls it with ("aten.mm", True) twice. The first call returns the kept
 result, and the second matmul runs again.
 
 This file uses private names of torch: the modes, to which torch dispatches, and the name of a compiled program's operation.
@@ -18,17 +17,15 @@ This file uses private names of torch: the modes, to which torch dispatches, and
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
-from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from .torch_compat import draws
@@ -118,34 +115,24 @@ class _Program:
         return outside_selection(self.run)(inputs)
 
 
-Decision: TypeAlias = Literal["keep", "host", "recompute"]
-"""What a selective checkpoint does with an operation's result; "host": keep it in host memory."""
-
 watch_selected_calls: Callable[[str, int], AbstractContextManager[Any]] | None = None
 """Entered around every operation of a selective checkpoint, with its name ("aten.mm") and its place among the block's
 operations of that name. The simulator sets it, to label what it records."""
 
 
-def selective_checkpoint_contexts(
-    decide: Callable[[str, bool], Decision], *, host: Any = None
-) -> Any:
+def selective_checkpoint_contexts(keeps: Callable[[str, bool], bool]) -> Any:
     """Return the contexts of a selective checkpoint's forward pass and recomputation.
 
     They ignore functions that `outside_selection` wrapped, and keep all results of a compiled program (see
     `show_programs_to_checkpoints`).
 
     Args:
-        decide: called with each operation's name ("aten.mm") and whether this is the recomputation.
-        host: object with `pack` and `unpack`, which move a tensor to the host and back. Needed for "host" only, which
-            does not work in compiled blocks.
+        keeps: whether to keep a result; called with the operation's name ("aten.mm") and whether this is the recomputation.
     """
-    decision: list[Decision] = ["recompute"]  # of the call that is running
-    moved: deque[Any] = deque()
-    policies = {"keep": CheckpointPolicy.MUST_SAVE}
     # PREFER, not MUST: a compiler may still keep a result that is cheaper to keep.
-    contexts = create_selective_checkpoint_contexts(
-        lambda *_, **__: policies.get(decision[0], CheckpointPolicy.PREFER_RECOMPUTE)
-    )
+    policies = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE)
+    is_kept = [False]  # of the call that is running
+    contexts = create_selective_checkpoint_contexts(lambda *_, **__: policies[is_kept[0]])
 
     def selects(recomputes: bool) -> Callable[..., Any]:
         places: Counter[str] = Counter()
@@ -157,20 +144,10 @@ def selective_checkpoint_contexts(
             name = str(func).rsplit(".", 1)[0]
             if isinstance(func, _Program) or name == "inductor_compiled_code":
                 # The results of a program include the tensors that its backward pass needs.
-                decision[0] = "keep"
+                is_kept[0] = True
                 return dispatch(func, types, args, kwargs)
-            decision[0] = decide(name, recomputes)
-            if draws(func, args, kwargs):
-                # A recomputation that left it out would give its random numbers to the next operation that draws.
-                decision[0] = "recompute"
-            # torch neither counts nor keeps a result that goes to the host.
-            if decision[0] == "host":
-                if recomputes:
-                    back = moved.popleft()
-                    return tree_map_only(_Moved, lambda one: host.unpack(one.packed), back)
-                result = func(*args, **kwargs)
-                moved.append(tree_map_only(Tensor, lambda one: _Moved(host.pack(one)), result))
-                return result
+            # `keeps` counts each call. A recomputation that left out a draw would give its random numbers to the next one.
+            is_kept[0] = keeps(name, recomputes) and not draws(func, args, kwargs)
             if watch_selected_calls is None:
                 return dispatch(func, types, args, kwargs)
             places[name] += 1
@@ -183,13 +160,6 @@ def selective_checkpoint_contexts(
         context.titan_call = selects(bool(recomputes))
         context.__class__ = _passes_over(type(context))
     return contexts
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """A tensor in host memory. It is opaque to pytrees, unlike the tuples that `pack` returns."""
-
-    packed: Any
 
 
 @cache

@@ -21,20 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.fx.traceback as fx_traceback
-from torch import Tensor, nn
+from torch import nn
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 
 # A collective's result that may still be under way.
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor as AsyncCollectiveTensor,
+)
 
 # Leaves state_dict's names alone; parameters' names get a part, see weights.canonical_name.
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper as ActivationWrapper,
-)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
@@ -57,25 +55,6 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
-
-
-def waited(tensor: Tensor) -> Tensor:
-    """Return the plain tensor of a collective's result after its arrival, and any other tensor as it is."""
-    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def traced_module_path() -> list[str]:
-    """Return the names of the modules whose operation torch.compile is tracing now, outermost first.
-
-    They are relative to the module that was compiled, or that is recomputed. The list is empty outside of tracing.
-    """
-    stack = fx_traceback.current_meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    # A method was compiled, and not a module: its module is not among the paths.
-    if paths and ".__self__." in paths[0]:
-        return [path.partition(".__self__.")[2] for path in paths]
-    # The first path is the compiled module's own.
-    return [path.removeprefix(f"{paths[0]}.") for path in paths[1:]]
 
 
 def compute_capability(device_type: str) -> tuple[int, int]:
@@ -205,11 +184,6 @@ def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         return True
     place = names.index("dropout_p")
     return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
-
-
-def set_sm_carveout(number: int) -> None:
-    """Let matmuls leave this many SMs free from now on, for collectives that run beside them. 0: none. The same in torch 2.11 to 2.13."""
-    torch._C._set_sm_carveout_experimental(number or None)
 
 
 @cache

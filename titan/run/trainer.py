@@ -44,14 +44,13 @@ from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
-from titan.parallel.torch_compat import set_sm_carveout, set_timeout
+from titan.parallel.torch_compat import set_timeout
 from titan.run.hook import Hook, StartPoint, StepResult
 from titan.run.progress import RunProgress
 from titan.run.supervisor import Supervisor
 from titan.step.random_draws import seed_all
 from titan.step.resolved import resolve_job
 from titan.step.train_step import build_train_step
-from titan.tasks.trial import try_loss
 
 _LOG = logging.getLogger("titan")
 
@@ -105,7 +104,6 @@ class Trainer(RunProgress):
         self._build_mesh()
         _LOG.info("data, task and loss")
         self._build_data()  # before the model, since it fails more often, and sooner
-        try_loss(self.task, self.mesh, self.device)
         _LOG.info("model, its parallel form and optimizer")
         self.train_step = build_train_step(self.job, device=self.device, mesh=self.mesh)
         self._enter_phase(begin.step + 1)
@@ -127,10 +125,7 @@ class Trainer(RunProgress):
         if not self.is_started:
             self.start()
         gc.disable()  # ranks that collect at different times wait for each other; see train_one_step
-        carveout = self.config.comm.sm_carveout
         try:
-            if carveout:
-                set_sm_carveout(carveout)
             while self.step < self.last_step and not (self.is_stopping or self.changes_layout):
                 self.train_one_step()
         except Exception as error:
@@ -139,8 +134,6 @@ class Trainer(RunProgress):
             raise
         finally:
             gc.enable()
-            if carveout:
-                set_sm_carveout(0)
         return None if self.changes_layout and not self.is_stopping else self._end()
 
     def leave(self) -> StartPoint:
@@ -231,9 +224,7 @@ class Trainer(RunProgress):
             if not section.emulate:
                 require_hardware(recipe, self.device)
         prefer_backend(self.config.model.attention_backend, self.device.type)
-        degrees = self.layout.degrees
-        nccl = self.config.comm.nccl.options()
-        self.mesh = build_mesh(self.device.type, **degrees, nccl=nccl)
+        self.mesh = build_mesh(self.device.type, **self.layout.degrees)
         self.supervisor.see_mesh(self.mesh)
 
     def _build_data(self) -> None:
@@ -385,5 +376,4 @@ def connect(config: JobConfig) -> torch.device:
         init_timeout_s=config.comm.init_timeout_seconds,
         expandable_segments=config.training.expandable_segments,
         host_tensors=config.training.enable_cpu_offload,
-        numa_binding=config.comm.numa_binding,
     )

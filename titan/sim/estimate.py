@@ -202,7 +202,7 @@ def _kept_by_op(op_keep: Sequence[str], model: ModelSizes) -> float:
     for rule in map(parse_rule, op_keep):
         results = products if "aten.mm" in rule.names else ()
         results = [heads] if any("attention" in name for name in rule.names) else results
-        kept += sum(size for n, size in enumerate(results) if rule.keeps(n) and not rule.host)
+        kept += sum(size for n, size in enumerate(results) if rule.keeps(n))
     return kept
 
 

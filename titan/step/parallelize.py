@@ -12,7 +12,6 @@ the whole model.
 Compile goes around AC: the compiler sees the recomputation, fuses it with the backward pass, and leaves out operations that this
 pass does not need (the last matmul of a block, and its reduction over TP). If recomputation has to draw the same random numbers again,
 compiled blocks are recomputed from outside: torch 2.13 loses the state of the generators where weights are DTensors.
-Offloading of activations goes around both: it moves the activations that they keep.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ from titan.parallel.module_kinds import (
     modules_of,
     stacked_experts,
 )
-from titan.parallel.offload import apply_offload
 from titan.parallel.random_numbers import drawing_modules
 from titan.parallel.sac_save_list import parse_blocks
 from titan.parallel.tensor import apply_tp
@@ -128,8 +126,6 @@ def parallelize(
         config.activation_checkpoint,
         config.compile if techniques.compiles_blocks else None,
     )
-    if config.activation_checkpoint.cpu_offload and len(blocks) > 1:
-        apply_offload(model)
     # Ranks that hold the same experts shard them among themselves. They are fewer than those that
     # share the rest of the model.
     own_mesh: dict[nn.Module, DeviceMesh] = {}
@@ -212,7 +208,6 @@ def _recompute_and_compile(
                 every=every,
                 blocks=blocks,
                 keep=keep,
-                keep_modules=section.op_keep_modules if by_op and container == "layers" else (),
                 by_op=by_op,
                 preserve_rng_state=preserves,
                 contexts=keep_routes,

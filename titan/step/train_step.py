@@ -45,7 +45,6 @@ from titan.parallel import initialize, materialize, shard_sequence
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, gathers_float8, precompute_scales
-from titan.parallel.fsdp import separate_reduce_scatter
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
 from titan.step.loss_scale import LossScale
 from titan.step.parallelize import (
@@ -432,8 +431,6 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         home = torch.device("cpu") if training.enable_cpu_offload else device
         materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
-    if config.parallelism.fsdp_separate_reduce_scatter:
-        separate_reduce_scatter(stages.values())
     in_loss = job.techniques.output_in_loss
     output = dict(stages[max(stages)].named_children()).get("output") if in_loss else None
     loss_sum = job.task.loss(mesh, output=output, float8=float8)

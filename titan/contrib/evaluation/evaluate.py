@@ -291,7 +291,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = start_process_group(
         init_timeout_s=config.comm.init_timeout_seconds,
         expandable_segments=config.training.expandable_segments,
-        numa_binding=config.comm.numa_binding,
     )
     scorer = build_scorer(weights, device=device, average=args.average)
     figures = score(scorer, args)

@@ -1,22 +1,8 @@
-"""From small runs to a large one: `titan sweep`, `titan compare`, `titan scaling` and `titan budget`. docs/scaling.md."""
+"""Recipes beside each other, with small runs: `titan sweep` and `titan compare`. docs/scaling.md."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-
-def main(argv: Sequence[str]) -> int:
-    """Fit the loss over model size and tokens to runs, with intervals, and predict larger runs."""
-    from .cli import main
-
-    return main([*argv])
-
-
-def price_sizes(argv: Sequence[str]) -> int:
-    """Compare sizes of a model by the loss that each would reach on some GPUs in some time."""
-    from .budget import main
-
-    return main([*argv])
 
 
 def sweep_jobs(argv: Sequence[str]) -> int:

@@ -7,12 +7,18 @@ says whether their losses and speeds compare, paired.py has the statistics. What
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from titan.base.untrusted import InputError
+from titan.base.signals import child_environment
+from titan.base.untrusted import InputError, read_json
 from titan.config.load import load_config, load_from_argv
 from titan.config.options import mistake, put_json, table_parser
 from titan.config.render import to_toml
@@ -23,14 +29,14 @@ from titan.numerics.diff.command import differing_keys
 from titan.sim.report.intervals import ratio_width
 
 from . import paired, picture, sweep
-from .budget import simulated
-from .law import Fit, load_law
 from .paired import FAR, Curve, Estimate
 from .sides import Recipe, measure_of, why_speeds_differ
 
 # A difference of so many half widths is found in 79% of comparisons with three seeds, and in 90% with ten (drawn).
 _SURE = 2
-_DECAYS = "the learning rate decays, so that prices in tokens are the least that the gap is worth: use --law"
+_DECAYS = (
+    "the learning rate decays, so that prices in tokens are the least that the gap is worth"
+)
 
 
 @dataclass
@@ -78,7 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(set=[])  # as a sweep without values
     options, words = parser.parse_known_args(argv)
     picture.require_option(options)
-    law = load_law(options.law) if options.law else None
     jobs = [[str(path), *words] for path in options.sides]
     paths, nproc = options.sides, options.nproc
     if trains := all(path.suffix == ".toml" for path in paths):
@@ -104,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         _add_measured(report, a, b)
     curves = [[side.curve(seed, curve) for side in (a, b)] for seed in report.seeds]
     decays = any(run.decays for side in (a, b) for run in side.done.values())
-    _add_price(report, curves, law, decays=decays)
+    _add_price(report, curves, decays=decays)
     _add_money(report, [config.simulator.run.gpu_hour_price for config in configs], ranks)
     answer = sentence(report.gap, unit, report.changes, report.lost)
     # JSON has no infinite number.
@@ -217,6 +222,22 @@ def _add_simulation(
     report.notes.append(f"time: {source}")
 
 
+def simulated(job: Sequence[str], hardware: str, *, ranks: int) -> dict[str, Any]:
+    """Return the facts of `titan sim` about a job, from a separate process.
+
+    Raises:
+        InputError: It cannot be simulated.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "sim.json")
+        command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={file}"]
+        command += [f"--world-size={ranks}", f"--hardware={hardware}"]
+        done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
+        if not file.exists():
+            raise InputError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
+        return read_json(file, dict)
+
+
 def _add_times(
     report: PairReport, speeds: Sequence[Sequence[float]], memory: Sequence[Sequence[float]]
 ) -> None:
@@ -226,29 +247,20 @@ def _add_times(
     report.add("memory, GiB", ".4g", memory)
 
 
-def _add_price(
-    report: PairReport, curves: Sequence[Sequence[Curve]], law: Fit | None, *, decays: bool
-) -> None:
+def _add_price(report: PairReport, curves: Sequence[Sequence[Curve]], *, decays: bool) -> None:
     """Add what the gap costs in tokens, and in time for the same loss."""
     gap, time = report.gap, report.changes.get("time a token")
     if gap is None:
         return
-    if law and report.unit != "nats":
-        report.notes.append("slope: that of the curves, since a law is in nats a token")
-        law = None
     try:
-        if law:
-            nats = Estimate(*law.slope(curves[0][0][0][-1]))
-        else:
-            nats = paired.slope_of([curve for pair in curves for curve in pair])
-        source = "the law" if law else "the curves of the runs"
+        nats = paired.slope_of([curve for pair in curves for curve in pair])
         report.notes.append(
-            f"slope: {nats.value:.3g} {report.unit} for e times the tokens, by {source}"
+            f"slope: {nats.value:.3g} {report.unit} for e times the tokens, by the curves of the runs"
         )
-        if decays and not law:
+        if decays:
             report.notes.append(_DECAYS)
         if abs(gap.value) > gap.high - gap.value:
-            report.changes["tokens"] = paired.price(gap, nats, decays=decays and not law)
+            report.changes["tokens"] = paired.price(gap, nats, decays=decays)
     except InputError as error:
         report.notes.append(f"tokens: no price: {error}")
     if not any(gap):

@@ -23,6 +23,7 @@ from titan.base.untrusted import InputError
 from .results import student
 
 Curve = tuple[list[float], list[float]]
+LEVEL = 0.9  # of intervals
 LAST = 0.75  # share of the tokens after which losses count
 FAR = math.log(10)  # of a factor in tokens; one that is farther from 1 is not told
 _FLATTER = 0.75  # as the curves of the known handicaps do (docs/log.md), with a margin

@@ -1,4 +1,4 @@
-"""Pictures of a sweep, a comparison and a law, for the option --plot of their commands."""
+"""Pictures of a sweep and a comparison, for the option --plot of their commands."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from titan.base.untrusted import InputError
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 
-from .law import LEVEL, Fit
-from .paired import Curve, mean_of
+from .paired import LEVEL, Curve, mean_of
 from .runs import number_in
 
 
@@ -68,22 +67,6 @@ def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
         axes.set(xlabel=axis, ylabel="final loss, nats per token")
         if any(lines):
             axes.legend()
-
-
-def draw_law(found: Fit, file: Path) -> None:
-    """Draw the losses of a law's runs over FLOPs, those that the law expects, and the least loss of as many FLOPs."""
-    import numpy as np
-
-    law = found.law
-    params, tokens, losses = np.array([run[1:] for run in found.runs]).T
-    flops = np.array([run.flops for run in found.runs])
-    best = law.best_params(flops)
-    with _panels(file) as axes:
-        axes.scatter(flops, losses, label="runs")
-        axes.scatter(flops, law.loss(params, tokens), marker="x", label="law")
-        axes.plot(flops, law.loss(best, flops / 6 / best), label="compute-optimal sizes")
-        axes.set(xlabel="training FLOPs, 6 N D", ylabel="loss, nats per token", xscale="log")
-        axes.legend()
 
 
 def draw_comparison(pairs: Sequence[Sequence[Curve]], title: str, file: Path) -> None:

@@ -38,7 +38,6 @@ from titan.config.options import (
 from titan.config.plug_ins import door, parts_of
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
-from titan.config.schema_comm import NcclGroupSection
 from titan.numerics.diff.compare import compare, parameters_only
 from titan.numerics.tables import TABLES, parser_of
 
@@ -109,7 +108,7 @@ class Certifier:
 
         self.program, self.cut = steps.train_job, steps.cut_differences
         self.config, self.layout = config, layout
-        self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
+        self.keys = small_keys(config, tp=layout.tp)
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
         more = MORE if self.is_8bit or config.compile.enable else ()
         self.pool = Pool([f"{family(config.model.name).__name__}.model", *more], quiet=True)
@@ -233,8 +232,6 @@ class Certifier:
         }
         if not {"dp_shard", "cp"} & parts.keys():  # DDP gathers nothing, and scatters nothing
             keys |= TABLES["unsharded"]
-        # For the job's own axes, and on CPUs without effect.
-        keys |= {f"comm.nccl.{axis}": NcclGroupSection().model_dump() for axis in self.nccl}
         recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
         if self.is_8bit and "cp" in degrees and recipe == "tensorwise":
             # A context-parallel rank scales its part of a tensor, which no process alone does. Rows are the same.

@@ -77,7 +77,7 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
         keys[f"parallelism.{name}"] = min(getattr(config.parallelism, name), 2)
     if ac.selective_ac_option not in ("op", "1"):
         keys["activation_checkpoint.selective_ac_option"] = "2"
-    if ac.op_keep_by_block and not (ac.op_keep or ac.op_keep_modules):
+    if ac.op_keep_by_block and not ac.op_keep:
         keys["activation_checkpoint.mode"] = "full"
     if config.optimizer.name == "AdamW8bit":
         keys["optimizer.implementation"] = (

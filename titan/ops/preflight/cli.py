@@ -98,9 +98,8 @@ def run_rank(
         init_timeout_s=config.comm.init_timeout_seconds,
         expandable_segments=config.training.expandable_segments,
         host_tensors=config.training.enable_cpu_offload,
-        numa_binding=config.comm.numa_binding,
     )
-    mesh = build_mesh(device.type, **layout.degrees, nccl=config.comm.nccl.options())
+    mesh = build_mesh(device.type, **layout.degrees)
     set_timeout(
         timedelta(seconds=config.comm.init_timeout_seconds)
     )  # also for the mesh's groups

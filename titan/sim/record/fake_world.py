@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import Layout
-from titan.parallel import build_mesh, offload
+from titan.parallel import build_mesh
 from titan.parallel.torch_compat import GPU_TYPES
 from titan.sim.record import device, torch_compat
 
@@ -87,8 +87,3 @@ def _replace_generic_names() -> None:
     Tensor.pin_memory = lambda tensor, *_, **__: tensor
     # Linear attention of GPUs is a kernel.
     GPU_TYPES.add(device.NAME)
-    # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: memory that is copied to the
-    # host is freed when the copy ends, a block later than here.
-    Tensor.record_stream = lambda self, s: None
-    # It copies plain tensors only, which here are fake ones.
-    offload.Tensor = torch_compat.FakeTensor

@@ -7,9 +7,9 @@ and takes the least time.
 
 The job is traced once, with blocks that run operation by operation and save nothing.
 recomputation.py chooses from that trace, and makes the trace of the choice, which is replayed like
-any other: if memory is left or lacking, the bytes are corrected and the choice is repeated. Choices
-that offload results to the host are traced each time, and so are compiled blocks: their choices are
-measured in one job, since the costs of fused operations do not add up.
+any other: if memory is left or lacking, the bytes are corrected and the choice is repeated. Compiled
+blocks are traced each time: their choices are measured in one job, since the costs of fused
+operations do not add up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import ChainMap, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan.checks.rules import check_to_run
@@ -32,7 +32,6 @@ from .command import show
 from .knapsack import Kept
 from .point import Settings, words
 from .recomputation import (
-    Blocks,
     Choices,
     choose,
     find_blocks,
@@ -60,12 +59,11 @@ class Choice:
 
 _KEY = "activation_checkpoint."
 _OP = {"mode": "selective", "selective_ac_option": "op"}
-_NO_MODULES = {"op_keep_modules": "[]"}
 _OTHERS: dict[str, Settings] = {
-    "full": {"mode": "full", **_NO_MODULES},
+    "full": {"mode": "full"},
     "op": _OP,
-    "every 2nd block": {"mode": "selective", "selective_ac_option": "2", **_NO_MODULES},
-    "none": {"mode": "none", **_NO_MODULES},
+    "every 2nd block": {"mode": "selective", "selective_ac_option": "2"},
+    "none": {"mode": "none"},
 }
 """Modes of recomputation that a choice is compared with."""
 
@@ -73,11 +71,11 @@ _OTHERS: dict[str, Settings] = {
 def settings(lines: Sequence[str]) -> Settings:
     """Return a choice as settings of a job."""
     text = ", ".join(f'"{line}"' for line in lines)
-    kept = _OP | {"op_keep": "[]", **_NO_MODULES, "op_keep_by_block": f"[{text}]"}
+    kept = _OP | {"op_keep": "[]", "op_keep_by_block": f"[{text}]"}
     return {_KEY + key: value for key, value in kept.items()}
 
 
-def autosac(search: Search, *, host: bool = False) -> Choice:
+def autosac(search: Search) -> Choice:
     """Choose the results that each block of a job saves on some hardware, for the least time in all of its memory.
 
     The simulation in the result says whether the choice fits.
@@ -85,7 +83,6 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     Args:
         search: job, ranks and devices. The job's settings of activation_checkpoint are replaced;
             the profile's `memory_gib` is the memory that may be used.
-        host: whether results may be offloaded to the host's memory.
 
     Raises:
         ConfigError: the rules refuse the job.
@@ -108,16 +105,12 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     base = run(["0:"], *["--compile.enable=false"] * is_compiled)
     cost = Cost(profile)
     blocks = {rank: find_blocks(trace, cost) for rank, trace in base.traces.items()}
-    first, to_host = base, 0
+    first = base
     if is_compiled:
         first = run(["0:"])
         every = dict(ChainMap(*blocks.values()))
         chosen = samples(every)
         measure(every, run(to_lines(chosen)).traces.values(), chosen, cost)
-    elif host:
-        # What a rank can copy while it computes its forward passes.
-        forward_s = base.timeline.mean_by("by_phase_s")["forward"]
-        to_host = int(forward_s * profile.host_gb_per_s * 1e9 * 0.9)
     limit = int(profile.usable_gib * GIB)
 
     def left(simulation: Simulation) -> dict[int, int]:
@@ -130,13 +123,11 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
         kept: Choices = {}
         traces: dict[int, Trace] = {}
         for rank, trace in base.traces.items():
-            of_rank = choose(trace, blocks[rank], extra[rank] + to_host)
+            of_rank = choose(trace, blocks[rank], extra[rank])
             traces[rank] = keep(trace, blocks[rank], of_rank)
             kept |= of_rank
-        offloaded = [_to_host(of_rank, kept, to_host) for of_rank in blocks.values()]
-        lines = to_lines(kept, set().union(*offloaded))
-        exact = not is_compiled and not any(offloaded)
-        now = price(base.config, base.layout, traces, roomy) if exact else run(lines)
+        lines = to_lines(kept)
+        now = run(lines) if is_compiled else price(base.config, base.layout, traces, roomy)
         spare = left(now)
         fits = min(spare.values()) >= 0
         if fits and (not best_fits or now.timeline.step_s < best.simulation.timeline.step_s):
@@ -160,32 +151,15 @@ def compiles_model(config: JobConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _to_host(blocks: Blocks, kept: Choices, left: int) -> set[tuple[int, str]]:
-    """Choose the saved results of a rank to offload: as many as `left` bytes.
-
-    They are in the first blocks, whose results are needed last.
-    """
-    chosen: set[tuple[int, str]] = set()
-    for layer, block in sorted(blocks.items()):
-        for call in sorted(kept[layer] or ()):
-            size = block.sizes[call] * len(block.runs[call])
-            if size <= left:
-                left -= size
-                chosen.add((layer, call))
-    return chosen
-
-
-def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -> list[str]:
+def to_lines(kept: Mapping[int, Kept]) -> list[str]:
     """Return a choice as lines of op_keep_by_block, one line for neighbouring blocks that save the same."""
     lines: list[tuple[int, int, str]] = []
     for layer, calls in sorted(kept.items()):
-        places = defaultdict[tuple[str, str], list[int]](list)
+        places = defaultdict[str, list[int]](list)
         for call in calls or ():
             name, _, place = call.partition("@")
-            places[name, ">host" if (layer, call) in host else ""].append(int(place))
-        entries = [
-            f"{n}@{','.join(map(str, sorted(p)))}{to}" for (n, to), p in sorted(places.items())
-        ]
+            places[name].append(int(place))
+        entries = [f"{n}@{','.join(map(str, sorted(p)))}" for n, p in sorted(places.items())]
         text = "all" if calls is None else " ".join(entries)
         if lines and lines[-1][1:] == (layer - 1, text):
             lines[-1] = (lines[-1][0], layer, text)
@@ -202,12 +176,12 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
     others = dict(_OTHERS)
     if compiles_model(config):
         for share in ("0.25", "0.5", "0.75"):
-            budget = {"mode": "memory_budget", **_NO_MODULES, "memory_budget": share}
+            budget = {"mode": "memory_budget", "memory_budget": share}
             others[f"memory_budget {share}"] = budget
     search.what = "others simulated"
     try:
         say("choosing")
-        choice = autosac(search, host=options.host)
+        choice = autosac(search)
         plain = {_KEY + "op_keep_by_block": "[]"}
         compared = search(
             plain | {_KEY + k: v for k, v in one.items()} for one in others.values()

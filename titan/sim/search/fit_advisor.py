@@ -46,10 +46,7 @@ def candidates(
         [{"training.local_batch_size": str(size)} | same for size in sizes],
         [{_REPLICATE: "1", _SHARD: "-1"}] * (layout.dp_replicate > 1)
         + [{_TP: str(layout.tp * n), _SHARD: str(layout.dp_shard // n)} | same for n in tps],
-        # Offloading concerns the activations that checkpointing saves, so that mode must be on.
-        [{"activation_checkpoint.cpu_offload": "true"}]
-        * (ac.mode != "none" and not ac.cpu_offload)
-        + [{"training.enable_cpu_offload": "true"}] * (not training.enable_cpu_offload),
+        [{"training.enable_cpu_offload": "true"}] * (not training.enable_cpu_offload),
         _experts(config, layout),
         [{"training.mixed_precision_param": "bfloat16"}]
         * (training.compute_dtype == "float32"),

@@ -311,7 +311,7 @@ def _parser() -> ArgumentParser:
     """Return the parser of the command's own options."""
     parser = job_parser(
         "plan",
-        f"[--only fsdp|sac [--host]] [--free global_batch] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
+        f"[--only fsdp|sac] [--free global_batch] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
@@ -342,11 +342,6 @@ def _parser() -> ArgumentParser:
         help="choose one thing, and nothing else: what FSDP gathers together, keeps and gathers ahead; or what each block keeps and recomputes (selective activation checkpointing)",
     )
     add(
-        "--host",
-        action="store_true",
-        help="with --only sac: results may go to the host's memory, too",
-    )
-    add(
         "--free",
         choices=["global_batch"],
         help="also try half, 2, 4 and 8 times the global batch with the best plan",
@@ -361,8 +356,6 @@ def main(argv: list[str] | None = None) -> int:
     job, profile = given.job, given.profile
     if options.output:
         check_target("--output", options.output, is_folder=not options.only)
-    if options.host and options.only != "sac":
-        raise mistake("--host", "is for --only sac")
     if options.only:
         if options.only == "sac":
             from . import autosac  # imports torch

@@ -34,7 +34,6 @@ HARMLESS = {
     "comm.trace_buf_size",
     "comm.save_traces_folder",
     "comm.save_traces_file_prefix",
-    "comm.numa_binding",
     "fault_tolerance.replica_id",
     "fault_tolerance.lighthouse",
 }

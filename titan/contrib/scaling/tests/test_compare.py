@@ -16,7 +16,6 @@ from tests.support.tables import table
 from titan.base.rows import read_rows
 from titan.cli import main as titan
 from titan.contrib.scaling import compare, paired
-from titan.contrib.scaling.law import CHINCHILLA
 from titan.contrib.scaling.paired import Estimate
 
 from .test_sweep import JOB
@@ -49,13 +48,6 @@ def test_the_price_holds_the_truth(efficiency: float) -> None:
     prices = [compared(generator, efficiency)[1] for _ in range(200)]
     assert fmean(price.low < truth < price.high for price in prices) > 0.88
     assert fmean(price.value for price in prices) == pytest.approx(truth, rel=0.15)
-
-
-def test_a_law_prices_a_gap_by_its_own_slope() -> None:
-    law = CHINCHILLA.law
-    nats = CHINCHILLA.slope(1e11)[0]
-    # 1% more tokens lower the loss by a hundredth of the slope.
-    assert law.loss(1e9, 1e11) - law.loss(1e9, 1.01e11) == pytest.approx(nats / 100, rel=0.01)
 
 
 def test_the_sentence() -> None:
