@@ -29,7 +29,7 @@ FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts.s
 # Rings that may use the simulator.
 SIMULATES = re.compile(r"titan\.(ops|contrib)\b")
 # They build the model of a plug-in, and call the loss of one, to check it.
-TORCH_IN_CONFIG = {"titan.config.model"}
+TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}
 
 
 def _sources() -> Iterator[tuple[str, Path]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
+from titan.base.untrusted import InputError
 from titan.data.base import Samples, TensorBatch
 from titan.data.order import derive_key
 from titan.models.llama3 import build_model
@@ -22,6 +23,7 @@ from titan.parallel import axis_rank, build_mesh, initialize
 from titan.step.parallelize import default_dtype
 from titan.tasks.base import Microbatch, Task
 from titan.tasks.next_token import NextToken
+from titan.tasks.trial import try_loss
 
 CPU, LENGTH, BATCH = torch.device("cpu"), 16, 4
 
@@ -119,3 +121,30 @@ def test_a_class_with_another_loss_says_again_what_it_takes() -> None:
 
     assert not Smoothed.loss_can("applies_output")
     assert Same.loss_can("applies_output") and Same.loss_can("knows_shards")
+
+
+def fails(*_: Any) -> Tensor:
+    raise TypeError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+            "return a sum, since titan",
+        ),
+        (lambda out, y: out.sum(-1), r"torch.Size\(\[1, 16\]\), not a scalar"),
+        (lambda out, y: out.sum().item(), "float, not a scalar"),
+        (lambda out, y: out.detach().sum(), "has no gradient"),
+        (lambda out, y: out.sum() / 0, "is not finite"),
+        (fails, "TypeError: no such thing"),
+    ],
+)
+def test_a_loss_is_tried_before_the_run(loss: Any, message: str) -> None:
+    mesh: Any = None
+    task = Sums(sums_job())
+    task.loss = lambda *_, **__: loss
+    with pytest.raises(InputError, match=f"the loss of Sums .*{message}"):
+        try_loss(task, mesh, CPU)
+    try_loss(Sums(sums_job()), mesh, CPU)

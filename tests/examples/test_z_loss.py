@@ -1,4 +1,4 @@
-"""The loss of examples/z_loss: found by its entry point, the same numbers on every layout; and names and options that are refused."""
+"""The loss of examples/z_loss: found by its entry point, the same numbers on every layout; and losses that are refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.jobs import job
 from tests.support.layouts import BOUND, Layout, cp, differences, each, fsdp, pp, tp, train
 from tests.support.metadata import write_metadata
 from tests.support.ranks import Pool
+from tests.support.tables import table
 from titan.checks.rules import check
 from titan.config import plug_ins
 
@@ -28,13 +29,18 @@ WHOLE = (("disable_loss_parallel", True),)
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with what pip would leave of the package's metadata, on the path of this process and of the pool's ranks."""
-    write_metadata(FOLDER, tmp_path, plain="plain_loss:plain")
-    (tmp_path / "plain_loss.py").write_text("def plain(x, y): ...")
+    write_metadata(FOLDER, tmp_path, **{name: f"wrong_losses:{name}" for name in WRONG})
+    (tmp_path / "wrong_losses.py").write_text(
+        "import torch\nfrom torch.nn.functional import cross_entropy\n"
+        + "\n".join(
+            f"def {name}(x, y):\n    return {body}" for name, (body, _) in WRONG.items()
+        )
+    )
     for folder in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(folder)
     plug_ins.installed_entry_points.cache_clear()
     yield tmp_path
-    sys.modules.pop("plain_loss", None)
+    sys.modules.pop("wrong_losses", None)
     plug_ins.installed_entry_points.cache_clear()
 
 
@@ -70,6 +76,22 @@ def test_equals_one_process(layout: Layout, pool: Pool, installed: Path) -> None
     assert 13 < reference["losses"][0] < 16
 
 
+# What the functions of the package `wrong_losses` return, and what the check says.
+WRONG = table(__file__, "wrong")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loss_that_would_train_on_other_numbers_is_refused(
+    name: str, installed: Path
+) -> None:
+    [problem] = check(job(loss={"name": name}))
+    assert problem.key == "loss.name" and problem.message.startswith(f"{name} ")
+    assert WRONG[name][1] in problem.message
+    assert problem.message.endswith(
+        'docs/optimizers.md, "A custom loss", says what titan expects'
+    )
+
+
 def test_names_and_options_are_checked(installed: Path) -> None:
     assert not check(job(loss={"name": "z_loss", "options": {"weight": 1e-3}}))
     before = torch.random.get_rng_state()
@@ -80,7 +102,7 @@ def test_names_and_options_are_checked(installed: Path) -> None:
             "loss.options.wait",
             "unknown option of z_",
         ),
-        ({"name": "plain", "options": {"weight": 1}}, "loss.options.weight", "it has none"),
+        ({"name": "mean", "options": {"weight": 1}}, "loss.options.weight", "it has none"),
         ({"options": {"weight": 1}}, "loss.options", "cross_entropy has none"),
     ):
         [problem] = check(job(loss=section))

@@ -1,4 +1,4 @@
-"""Loss function that `[loss] name` chooses, and checks of its name and options.
+"""Loss function that `[loss] name` chooses, and a check of a package's loss on a few tokens, which imports torch.
 
 A package registers a function under the entry-point group `titan.losses`. docs/optimizers.md says what titan expects of it.
 """
@@ -16,6 +16,7 @@ from .schema import JobConfig, LossSection
 
 BUILT_IN = "cross_entropy"
 _DOCS = 'docs/optimizers.md, "A custom loss", says what titan expects'
+_TOKENS, _FIRST = 6, 4  # tokens of the check, and tokens in the first of its two chunks
 
 
 def loss_function(section: LossSection) -> Callable[..., Any] | None:
@@ -32,7 +33,7 @@ def loss_function(section: LossSection) -> Callable[..., Any] | None:
 
 
 def check_loss(config: JobConfig) -> Violations:
-    """Check the name and the options."""
+    """Check the name, the options, and on a few random tokens that the loss is a sum over the valid tokens."""
     section = config.loss
     if section.name == BUILT_IN:
         if section.options:
@@ -55,3 +56,47 @@ def check_loss(config: JobConfig) -> Violations:
     for name in unknown:
         hint = choose(name, known) if known else "; it has none"
         yield f"loss.options.{name}", f"unknown option of {section.name}{hint}"
+    model = config.model.resolved[0]
+    if not unknown and model is not None:
+        try:
+            problem = _problem_on_tokens(function, model.vocab_size)
+        except Exception as error:  # a package's code may raise anything
+            problem = f"raised {type(error).__name__}: {error}"
+        if problem:
+            yield "name", f"{section.name} {problem}; {_DOCS}"
+
+
+def _problem_on_tokens(function: Callable[..., Any], vocab_size: int) -> str:
+    """Return a problem of a loss that would make it wrong or different between layouts, or "" if there is none."""
+    import torch
+
+    # With a separate generator, the random numbers of the job stay the same.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(_TOKENS, vocab_size, generator=generator).requires_grad_()
+    labels = torch.randint(vocab_size, (_TOKENS,), generator=generator)
+    labels[1] = labels[4] = ignored = -100  # one ignored token in each chunk
+
+    loss = function(logits, labels)
+    if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float32:
+        kind = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            kind = f"{loss.dtype} of shape {tuple(loss.shape)}"
+        return f"returned a {kind}, not a scalar torch.float32 tensor"
+    if not loss.requires_grad:
+        return "returned a loss that has no gradient in the logits"
+    (gradient,) = torch.autograd.grad(loss, logits)
+    with torch.no_grad():
+        first = function(logits[:_FIRST], labels[:_FIRST])
+        rest = function(logits[_FIRST:], labels[_FIRST:])
+        only_ignored = function(logits, torch.full_like(labels, ignored))
+    if not all(value.isfinite().all() for value in (loss, gradient, first, rest)):
+        return "is not finite for random logits"
+    size = max(value.abs() for value in (loss, first, rest))
+    if abs(loss - first - rest) > 1e-3 * size:
+        return (
+            f"is {loss.item():.6g} for {_TOKENS} tokens, and {first:.6g} and {rest:.6g} for the first {_FIRST} and the rest: return the sum over the tokens, not a mean, since titan divides by the valid tokens of "
+            "the global batch"
+        )
+    if gradient[labels == ignored].any() or only_ignored.item() != 0:
+        return f"depends on tokens with the label {ignored}, which are not trained on: leave them out of the sum"
+    return ""

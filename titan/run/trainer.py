@@ -51,6 +51,7 @@ from titan.run.supervisor import Supervisor
 from titan.step.random_draws import seed_all
 from titan.step.resolved import resolve_job
 from titan.step.train_step import build_train_step
+from titan.tasks.trial import try_loss
 
 _LOG = logging.getLogger("titan")
 
@@ -104,6 +105,7 @@ class Trainer(RunProgress):
         self._build_mesh()
         _LOG.info("data, task and loss")
         self._build_data()  # before the model, since it fails more often, and sooner
+        try_loss(self.task, self.mesh, self.device)
         _LOG.info("model, its parallel form and optimizer")
         self.train_step = build_train_step(self.job, device=self.device, mesh=self.mesh)
         self._enter_phase(begin.step + 1)
