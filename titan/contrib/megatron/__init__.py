@@ -1,0 +1,1 @@
+"""Checkpoints and token files of Megatron-LM."""
