@@ -21,6 +21,7 @@ import random
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,8 @@ class Variant:
     q_lora: bool = True
     mtp: int = 0
     vocab: int = 512  # is padded to a multiple of 128 * tp
-    fused_names: bool = (
-        False  # the names that Transformer Engine's layers have, where the local layers differ
+    te_names: bool = (
+        True  # norms have the names that Transformer Engine's fused layers give them
     )
 
 
@@ -83,6 +84,7 @@ VARIANTS: dict[str, Variant] = {
     "bf16_dp2": Variant(bf16=True, dp=2, optimizer="fully_reshardable"),
     "moe": Variant(moe=True),
     "moe_single": Variant(moe=True, single=True),
+    "moe_local_names": Variant(moe=True, te_names=False),
     "moe_tp2": Variant(moe=True, tp=2),
     "moe_ep2": Variant(moe=True, dp=2, ep=2, optimizer="fully_reshardable"),
     "moe_grouped": Variant(moe=True, grouped=True),
@@ -90,6 +92,7 @@ VARIANTS: dict[str, Variant] = {
     "moe_shared": Variant(moe=True, shared=True, expert_bias=True),
     "qwen3_moe": Variant(moe=True, qk_norm=True),
     "mla": Variant(mla=True, qk_norm=True),
+    "mla_local_names": Variant(mla=True, qk_norm=True, te_names=False),
     "deepseek": Variant(
         mla=True, qk_norm=True, moe=True, dense_layers=1, shared=True, expert_bias=True
     ),
@@ -116,12 +119,15 @@ class OnCpu(TorchFunctionMode):
 def pretend_cuda() -> None:
     """Answer for a CPU where Megatron asks for CUDA."""
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.experts as megatron_experts
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     class Stream:
         def __init__(self, *_, **__): ...
         def wait_stream(self, other): ...
         def synchronize(self): ...
+        def record_event(self):
+            return self
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
@@ -134,9 +140,50 @@ def pretend_cuda() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     # Dropout is 0 and weights are made on the CPU: nothing is drawn from these states.
     megatron_random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    megatron_experts.gg = SimpleNamespace(
+        assert_grouped_gemm_is_available=lambda: None, ops=SimpleNamespace(gmm=multiply_groups)
+    )
     # Defined only where Transformer Engine is installed, and named all the same.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     OnCpu().__enter__()
+
+
+def multiply_groups(rows, matrices, counts, trans_b=False):
+    """Multiply each expert's rows by its matrix, as the package grouped_gemm does."""
+    parts = rows.split(counts.tolist())
+    chosen = matrices.transpose(1, 2) if trans_b else matrices
+    return torch.cat([part @ matrix for part, matrix in zip(parts, chosen, strict=True)])
+
+
+def name_norms(variant: Variant, spec) -> None:
+    """Write norms under the names that they have as parts of Transformer Engine's layers."""
+    attention, mlp = "self_attention.", "mlp.linear_fc1.layer_norm_"
+    if variant.mla:
+        names = {
+            f"{attention}{part}_layernorm.": f"{attention}linear_{part}_up_proj.layer_norm_"
+            for part in ("q", "kv")
+        }
+    else:
+        names = {"input_layernorm.": f"{attention}linear_qkv.layer_norm_"}
+    for layer in getattr(spec, "layer_specs", [spec]):
+        has_experts = "MoE" in layer.submodules.mlp.module.__name__
+        fused = {} if has_experts else {"pre_mlp_layernorm.": mlp}
+        layer.submodules.sharded_state_dict_keys_map = names | fused
+
+
+class Attention(torch.nn.Module):
+    """Attention whose values have another size than its keys, which Megatron has only in Transformer Engine's form."""
+
+    def __init__(self, config, *_, softmax_scale=None, **__):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, *_, **__):
+        heads = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=self.scale
+        )
+        return output.permute(2, 0, 1, 3).flatten(2)
 
 
 def make_config(variant: Variant):
@@ -246,6 +293,11 @@ def build_model(variant: Variant, config):
             multi_latent_attention=variant.mla,
             normalization="RMSNorm",
         )
+    for layer in getattr(spec, "layer_specs", [spec]):
+        if variant.mla:
+            layer.submodules.self_attention.submodules.core_attention = Attention
+    if variant.te_names:
+        name_norms(variant, spec)
     mtp_spec = None
     if variant.mtp:
         mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
@@ -514,8 +566,8 @@ def run_step(args: argparse.Namespace, model, optimizer, scheduler, tokens) -> d
 def read_state(optimizer, parameter) -> dict[str, torch.Tensor]:
     """Return the master weight and both moments of a parameter, in its shape on this rank."""
     for single in optimizer.chained_optimizers:
-        if hasattr(single, "model_param_gbuf_map"):
-            if parameter not in single.model_param_gbuf_map:
+        if hasattr(single, "buffers"):
+            if not any(parameter is one for buffer in single.buffers for one in buffer.params):
                 continue
             # Of the distributed optimizer each rank has a flat piece, or nothing.
             whole = {key: torch.zeros(parameter.numel()) for key in ("param", *MOMENTS)}
