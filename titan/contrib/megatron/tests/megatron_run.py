@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import os
 import random
@@ -121,6 +122,8 @@ def pretend_cuda() -> None:
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.experts as megatron_experts
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+    import megatron.core.transformer.torch_norm as torch_norm
 
     class Stream:
         def __init__(self, *_, **__): ...
@@ -143,6 +146,18 @@ def pretend_cuda() -> None:
     megatron_experts.gg = SimpleNamespace(
         assert_grouped_gemm_is_available=lambda: None, ops=SimpleNamespace(gmm=multiply_groups)
     )
+    make_norm = torch_norm.WrappedTorchNorm.__new__
+
+    def make_any_norm(cls, config, *args, **named):
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = make_norm(cls, plain, *args, **named)
+        # Megatron then adds the gradients of all tensor-parallel ranks.
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = make_any_norm
+    multi_latent_attention.TELinear = type("TELinear", (), {})
     # Defined only where Transformer Engine is installed, and named all the same.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     OnCpu().__enter__()
@@ -204,8 +219,11 @@ def make_config(variant: Variant):
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
-            "moe_layer_freq": [0] * variant.dense_layers + [1] * (4 - variant.dense_layers),
         }
+    if variant.dense_layers:
+        options["moe_layer_freq"] = [0] * variant.dense_layers + [1] * (
+            4 - variant.dense_layers
+        )
     if variant.shared:
         options["moe_shared_expert_intermediate_size"] = 48
     if variant.expert_bias:
