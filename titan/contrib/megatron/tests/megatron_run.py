@@ -216,7 +216,8 @@ def make_config(variant: Variant):
             "moe_router_topk": 2,
             "moe_ffn_hidden_size": 32,
             "moe_grouped_gemm": variant.grouped,
-            "moe_token_dispatcher_type": "alltoall",
+            # The other dispatcher, alltoall, gives gloo tensors as its split sizes.
+            "moe_token_dispatcher_type": "allgather",
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
         }
@@ -634,6 +635,21 @@ def join_shards(name: str, parameter, shards: list[torch.Tensor]) -> torch.Tenso
     return torch.cat(shards, parameter.partition_dim)
 
 
+def split_experts(name: str, tensor: torch.Tensor, config) -> dict[str, torch.Tensor]:
+    """Return the matrices of grouped experts by the names that sequential ones have.
+
+    Grouped experts are weight1 (dim, experts * 2 * ffn) and weight2 (experts * ffn, dim), which are used as
+    (experts, dim, 2 * ffn) and (experts, ffn, dim).
+    """
+    before, which = name.rsplit("weight", 1)
+    rows = config.hidden_size if which == "1" else config.moe_ffn_hidden_size
+    matrices = tensor.view(config.num_moe_experts, rows, -1).transpose(1, 2).contiguous()
+    return {
+        f"{before}local_experts.{number}.linear_fc{which}.weight": matrix
+        for number, matrix in enumerate(matrices)
+    }
+
+
 def gather_state(variant: Variant, model, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Return {"param", "exp_avg", "exp_avg_sq", "buffer"} of {name: whole tensor}, the same on each rank."""
     import megatron.core.parallel_state as ps
@@ -642,6 +658,9 @@ def gather_state(variant: Variant, model, optimizer) -> dict[str, dict[str, torc
     for name, parameter in name_parameters(model).items():
         group = ps.get_tensor_model_parallel_group()
         for key, tensor in read_state(optimizer, parameter).items():
+            if "experts.weight" in name:
+                found[key] |= split_experts(name, tensor, model.module.config)
+                continue
             shards = [torch.empty_like(tensor) for _ in range(variant.tp)]
             dist.all_gather(shards, tensor.contiguous(), group=group)
             found[key][name] = join_shards(name, parameter, shards)
@@ -787,6 +806,9 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
         from megatron.core.transformer.module import Float16Module
 
         model = Float16Module(config, model)
+    if variant.grouped:
+        # Grouped experts take bf16 alone, since their CUDA kernel does. Nothing else asks from here on.
+        config.bf16 = True
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
     )
