@@ -607,11 +607,17 @@ def read_state(optimizer, parameter) -> dict[str, torch.Tensor]:
     raise LookupError("no optimizer has this parameter")
 
 
+def unwrap(model):
+    """Return the GPTModel within DistributedDataParallel, and within Float16Module."""
+    inner = model.module
+    return getattr(inner, "module", inner)
+
+
 def name_parameters(model) -> dict[str, torch.nn.Parameter]:
     """Return this rank's parameters by names with the number of the layer (and expert) in the whole model."""
     import megatron.core.parallel_state as ps
 
-    inner = model.module
+    inner = unwrap(model)
     named = {}
     for name, parameter in inner.named_parameters():
         parts = name.split(".")
@@ -659,14 +665,14 @@ def gather_state(variant: Variant, model, optimizer) -> dict[str, dict[str, torc
         group = ps.get_tensor_model_parallel_group()
         for key, tensor in read_state(optimizer, parameter).items():
             if "experts.weight" in name:
-                found[key] |= split_experts(name, tensor, model.module.config)
+                found[key] |= split_experts(name, tensor, unwrap(model).config)
                 continue
             shards = [torch.empty_like(tensor) for _ in range(variant.tp)]
             dist.all_gather(shards, tensor.contiguous(), group=group)
             found[key][name] = join_shards(name, parameter, shards)
     found["buffer"] = {
         name: tensor.detach().clone()
-        for name, tensor in model.module.named_buffers()
+        for name, tensor in unwrap(model).named_buffers()
         if name.endswith("expert_bias")
     }
     # Stages, and ranks with other experts, have other parameters.
