@@ -80,7 +80,9 @@ def describe(path: str) -> Documents:
                 '[[data.sources]] with type = "megatron", path and weight'
             )
     stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return Documents(name=path, identity=["megatron", stats], read=lambda: iter(()))
+    return Documents(
+        name=f"{path} (ids, no text)", identity=["megatron", stats], read=lambda: iter(())
+    )
 
 
 def read_files(path: str) -> tuple[np.ndarray, np.ndarray]:

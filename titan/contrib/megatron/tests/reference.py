@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 SCRIPT = Path(__file__).with_name("megatron_run.py")
 LIMIT_S = 240
@@ -76,3 +79,47 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Megatron
         return runs[variant]
 
     return run
+
+
+def write_model_space(iteration: Path, out: Path) -> None:
+    """Write a checkpoint's moments in the form fully_sharded_model_space, which megatron-core wrote until 0.13.
+
+    There, a moment is a table of flat shards: (shards along each dimension of the weight ..., elements of a shard).
+    megatron-core 0.12.3 writes (4, 2, 1, 6144) for fc1 of (4, 192, 64), whose shards are gate and up of a layer.
+
+    Args:
+        iteration: a checkpoint whose moments have the shapes of the weights.
+        out: a new folder.
+    """
+    reader = dcp.FileSystemReader(iteration)
+    state: dict[str, Any] = {}
+    shards: dict[str, list[int]] = {}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            size = entry.chunks[0].sizes
+            shards[key] = [whole // part for whole, part in zip(entry.size, size, strict=True)]
+    dcp.load(state, checkpoint_id=iteration, no_dist=True)
+    extra: dict[str, dict[str, Any]] = {}
+    for key, tensor in state.items():
+        extra[key] = {}
+        if key.startswith("optimizer.state."):
+            weight = key.split(".", 3)[3]
+            split = [
+                size
+                for whole, count in zip(tensor.shape, shards[weight], strict=True)
+                for size in (count, whole // count)
+            ]
+            counts = range(0, 2 * tensor.ndim, 2)
+            inner = range(1, 2 * tensor.ndim, 2)
+            table = tensor.view(split).permute(*counts, *inner)
+            state[key] = table.reshape(*shards[weight], -1)
+            extra[key] = {"nd_reformulated_orig_global_shape": tuple(tensor.shape)}
+    dcp.save(state, checkpoint_id=out, no_dist=True)
+    # Megatron keeps the shapes of the weights in an attribute of its own.
+    file = out / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.mcore_data = extra
+    file.write_bytes(pickle.dumps(metadata))
+    for name in ("common.pt", "metadata.json"):
+        shutil.copyfile(iteration / name, out / name)

@@ -308,8 +308,14 @@ def test_an_id_beyond_the_vocabulary_is_refused(
         samples.get(np.arange(2))
 
 
-def test_ids_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_are_not_tokenized_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prefix = write_by_hand(tmp_path / "a", draw_documents(20))
-    job = write_job(tmp_path, prefix)
-    code = titan(["prepare", str(job), "--output", str(tmp_path / "out")])
-    print(code, capsys.readouterr())
+    argv = ["--dataset", "megatron", "--dataset-path", str(prefix), "--tokenizer", "bytes"]
+    assert titan(["prepare", *argv, "--output", str(tmp_path / "out")]) == 2
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("(ids, no text) holds no documents to train on")
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from titan.contrib.megatron.tests.reference import MegatronRun
+from titan.contrib.megatron.tests.reference import MegatronRun, write_model_space
 from titan.contrib.megatron.tests.reference import megatron as megatron
 
 
@@ -50,6 +51,27 @@ def test_the_checkpoint_is_the_reference(
             torch.testing.assert_close(stacked, torch.stack(layers), rtol=0, atol=0)
         for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             assert state[f"{prefix}{name}"].equal(reference[kind][name])
+
+
+def test_the_older_form_of_moments_has_the_shapes_of_megatron_0_12(
+    megatron: Callable[..., MegatronRun], tmp_path: Path
+) -> None:
+    """The shapes are those that megatron-core 0.12.3 wrote for the same model and layout."""
+    run = megatron("dp2")
+    write_model_space(run.iteration, tmp_path)
+    older = read(MegatronRun(tmp_path, tmp_path, run.reference))
+    layers = "optimizer.state.exp_avg.decoder.layers."
+    expected = {
+        "optimizer.state.exp_avg.embedding.word_embeddings.weight": (1, 1, 32768),
+        "optimizer.state.exp_avg_sq.decoder.final_layernorm.weight": (1, 64),
+        f"{layers}mlp.linear_fc1.weight": (4, 2, 1, 6144),
+        f"{layers}mlp.linear_fc1.layer_norm_weight": (4, 1, 64),
+        f"{layers}self_attention.linear_qkv.weight": (4, 1, 1, 6144),
+    }
+    assert {key: tuple(older[key].shape) for key in expected} == expected
+    gate, up = read(run)[f"{layers}mlp.linear_fc1.weight"][3].chunk(2)
+    flat = older[f"{layers}mlp.linear_fc1.weight"][3, :, 0]
+    assert flat.equal(torch.stack([gate.flatten(), up.flatten()]))
 
 
 def test_the_reference_is_adam(megatron: Callable[..., MegatronRun]) -> None:
