@@ -78,8 +78,7 @@ def _check_folders(config: JobConfig) -> Violations:
 
 def _is_cached(source: s.Section) -> bool:
     """Return whether the tokens of a source are written to the cache."""
-    kept = s.ShardsSource | s.SyntheticSource
-    return not isinstance(source, kept) and not streams(source)
+    return not (isinstance(source, s.TokenFiles | s.SyntheticSource) or streams(source))
 
 
 def why_unwritable(folder: Path) -> str:
@@ -170,7 +169,7 @@ def _check_source(
         if isinstance(source, s.TextSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
             open_documents(source).try_first()
         has_chats = reads_chats(source)
-        if tokenizer is not None and (has_chats or isinstance(source, s.ShardsSource)):
+        if tokenizer is not None and (has_chats or isinstance(source, s.TokenFiles)):
             try_rows(config, tokenizer, source, split=split, count=3)
     except (OSError, ValueError) as error:  # DataError too
         paste = error.paste if isinstance(error, DataError) else ()
@@ -198,7 +197,7 @@ def try_rows(
         seed=0,
         num_lengths=len(sequence_lengths(config)) if split == "train" else 1,
     )
-    if isinstance(source, s.ShardsSource):
+    if isinstance(source, s.TokenFiles):
         return [*build_samples([source], options=options).unread]
     line = unread_line(unread_of(open_documents(source), spec_of(source, options), count=count))
     return [line] if line else []

@@ -11,7 +11,7 @@ from titan.checks.choice_rules import check_choices
 from titan.checks.expert_rules import check_experts
 from titan.checks.phase_rules import check_phases, has_conversations
 from titan.checks.stage_rules import check_modules
-from titan.config.base import LIMIT, Section
+from titan.config.base import LIMIT, LOCAL_PRESETS, Section
 from titan.config.errors import KeyPath, Violations, choose, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
@@ -31,7 +31,6 @@ from titan.parallel.sac_save_list import SaveListError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/ops
-LOCAL_PRESETS = ("text", "jsonl", "csv", "parquet", "conversations", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 # Parts of a checkpoint that can be left out when it is loaded.
 STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "tokenizer")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ca
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from .errors import KeyPath, UnknownValue
+from .plug_ins import plug_ins_by_name
 
 
 def _split_commas(value: Any) -> Any:
@@ -111,18 +112,23 @@ class Permission:
             return False
 
 
+LOCAL_PRESETS = (
+    "text",
+    "jsonl",
+    "csv",
+    "parquet",
+    "conversations",
+    "shards",
+    *plug_ins_by_name("titan.sources"),
+)
+"""Dataset names that need a dataset_path."""
 HUB_DATASET = Permission(
     "network",
     unless=(
         "stdlib",
         "synthetic",
-        "text",
-        "jsonl",
-        "csv",
-        "parquet",
-        "conversations",
-        "shards",
         "c4_test",
+        *LOCAL_PRESETS,
     ),
 )
 """Permission of dataset names: names that titan does not know are fetched from the Hugging Face hub."""
@@ -192,3 +198,25 @@ class DocumentOptions(Section):
 
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """Share of the samples drawn from this source, relative to the other sources' weights."""
+
+
+class TokenFiles(DocumentOptions):
+    """Files of tokens, which are mapped as they are. Base class of sources that no tokenizer reads."""
+
+    path: str
+
+    def open(self, options: Any) -> Any:
+        """Return the tokens of a split.
+
+        Args:
+            options: `titan.data.shard_samples.SampleOptions` of the job.
+
+        Returns:
+            A `titan.data.shards.TokenShards`.
+
+        Raises:
+            DataError: the files are damaged, or do not fit the job.
+        """
+        from titan.data.shard_samples import open_shards
+
+        return open_shards(self.path, options)

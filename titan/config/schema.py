@@ -30,6 +30,7 @@ from .base import (
     Positive,
     PositiveOrAuto,
     Section,
+    TokenFiles,
     completed,
 )
 from .errors import SourceMap
@@ -284,7 +285,7 @@ class ParquetSource(DocumentOptions):
     """Column that holds a conversation, as for JSON Lines. Empty: text_key."""
 
 
-class ShardsSource(DocumentOptions):
+class ShardsSource(TokenFiles):
     """Memory-mapped token shards, written by `titan prepare`."""
 
     type: Literal["shards"] = "shards"

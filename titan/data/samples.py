@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,8 @@ from titan.data.order import Blend, derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards
 from titan.data.sources import TextStream, open_documents
-from titan.data.special_tokens import SpecialTokens, text_fingerprint
+from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import StreamSamples
-from titan.data.tokenizer import Tokenizer
 from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec
 
@@ -133,16 +131,15 @@ def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Sa
 
 
 def _open_source(section: s.Section, number: int, options: SampleOptions) -> Source:
-    tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
+    data = options.data
     # The key decides the order of this source. It changes with the seed, the split and the place in the list.
     key = derive_key(options.seed, options.split, number)
     if isinstance(section, s.SyntheticSource):
-        return SyntheticSamples(vocab_size=tokenizer.vocab_size, seq_len=seq_len, key=key)
-    if isinstance(section, s.ShardsSource):
-        shards = TokenShards(Path(section.path).expanduser(), split=options.split)
-        _check_tokenizer(shards, tokenizer)
-        name = f"the shards in '{section.path}'"
-        return _shard_samples(shards, options, key=key, name=name)
+        vocab_size = options.tokenizer.vocab_size
+        return SyntheticSamples(vocab_size=vocab_size, seq_len=options.seq_len, key=key)
+    if isinstance(section, s.TokenFiles):
+        shards = section.open(options)
+        return _shard_samples(shards, options, key=key, name=f"the shards in '{section.path}'")
     if options.split == "validation" and not data.validation_fraction:
         raise DataError(
             "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
@@ -222,15 +219,3 @@ def _shard_samples(
     if line := unread_line(shards.index.unread):
         samples.unread = [f"{name}: {line}"]
     return samples
-
-
-def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:
-    index = shards.index
-    marks = {index.bos_id, index.eos_id} <= {tokenizer.bos_id, tokenizer.eos_id, None}
-    expected = text_fingerprint(tokenizer, has_chats=index.kinds)
-    if index.fingerprint != expected or not marks:
-        raise DataError(
-            f"'{shards.folder}' was tokenized with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
-            f"{index.fingerprint}) than this job's ({tokenizer.kind}, {tokenizer.vocab_size} ids, "
-            f"{expected}), or with other begin and end tokens; set [tokenizer] to that one or run `titan prepare` again"
-        )

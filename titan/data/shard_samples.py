@@ -12,6 +12,7 @@ samples.py chooses between this file and best_fit.py, which builds on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from titan.data import DataError
 from titan.data.base import Source
 from titan.data.order import derive_key, permute
 from titan.data.shards import TokenShards
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import SpecialTokens, text_fingerprint
 from titan.data.tokenizer import Tokenizer
 from titan.data.writer import TokenizationSpec
 
@@ -145,3 +146,23 @@ class ShardSamples(Source):
             key = derive_key(self._key, "epoch", int(epoch))
             places[here] = self._shuffled(places[here], key)
         return self._shards.check(np.stack([*map(self._row, places.tolist())]))
+
+
+def open_shards(path: str, options: SampleOptions) -> TokenShards:
+    """Return the shards of a split that `titan prepare` wrote.
+
+    Raises:
+        DataError: they are damaged, or of another tokenizer.
+    """
+    shards = TokenShards(Path(path).expanduser(), split=options.split)
+    tokenizer = options.tokenizer
+    index = shards.index
+    marks = {index.bos_id, index.eos_id} <= {tokenizer.bos_id, tokenizer.eos_id, None}
+    expected = text_fingerprint(tokenizer, has_chats=index.kinds)
+    if index.fingerprint != expected or not marks:
+        raise DataError(
+            f"'{shards.folder}' was tokenized with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
+            f"{index.fingerprint}) than this job's ({tokenizer.kind}, {tokenizer.vocab_size} ids, "
+            f"{expected}), or with other begin and end tokens; set [tokenizer] to that one or run `titan prepare` again"
+        )
+    return shards

@@ -225,6 +225,6 @@ class TokenShards:
         if ids.max() >= self._num_ids:
             raise DataError(
                 f"the {self.split} shards in '{self.folder}' hold the id {ids.max()}, but their vocabulary has "
-                f"{self._num_ids}: they are damaged; delete the folder and prepare it again"
+                f"{self._num_ids}: they are damaged, or of another tokenizer; prepare them again"
             )
         return tokens

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from titan.config import schema as s
+from titan.config.plug_ins import load_plug_ins
 from titan.data import DataError, files, require
 from titan.data.conversations import conversations
 from titan.data.reading import (
@@ -312,12 +313,11 @@ def _load_dataset(section: s.HuggingFaceSource) -> Any:
 _PRESETS: dict[str, s.Section] = {
     "stdlib": s.StdlibSource(),
     "synthetic": s.SyntheticSource(),
-    "text": s.TextSource(path=""),
-    "jsonl": s.JsonlSource(path=""),
-    "csv": s.CsvSource(path=""),
-    "parquet": s.ParquetSource(path=""),
+    **{
+        kind.model_fields["type"].default: kind.model_construct(path="")
+        for kind in (*get_args(s._LocalSources), *load_plug_ins("titan.sources"))
+    },
     "conversations": s.JsonlSource(path="", messages_key="messages"),
-    "shards": s.ShardsSource(path=""),
     "c4": s.HuggingFaceSource(path="allenai/c4", name="en"),
     "c4_validation": s.HuggingFaceSource(path="allenai/c4", name="en", split="validation"),
     "c4_test": s.JsonlSource(path="tests/assets/c4_test"),

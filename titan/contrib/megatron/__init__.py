@@ -1,4 +1,4 @@
-"""Conversion of Megatron's checkpoints, with the moments of Adam, without Megatron (README.md)."""
+"""Checkpoints and token files of Megatron-LM, read without it (README.md)."""
 
 from __future__ import annotations
 

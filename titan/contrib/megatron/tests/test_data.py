@@ -1,0 +1,321 @@
+"""Megatron's token files: read as Megatron reads them, trained on, resumed, and refused with one line."""
+
+from __future__ import annotations
+
+import json
+import struct
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.loaders import build_loader
+from titan.cli import main as titan
+from titan.config import schema as s
+from titan.contrib.megatron.data import read_files
+from titan.contrib.megatron.source import MegatronSource
+from titan.data import DataError
+from titan.data.samples import build_samples
+from titan.data.shard_samples import SampleOptions
+from titan.data.tokenizer import bytes_tokenizer
+
+TOKENIZER = bytes_tokenizer()
+EOS = TOKENIZER.eos_id
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 8: "<u2"}
+
+
+def draw_documents(count: int, *, seed: int = 0, largest: int = 255) -> list[list[list[int]]]:
+    """Documents of one to three sequences. The last token is the end-of-text token."""
+    generator = np.random.default_rng(seed)
+    documents = []
+    for _ in range(count):
+        lengths = generator.integers(1, 30, size=generator.integers(1, 4))
+        documents.append([generator.integers(1, largest, size=n).tolist() for n in lengths])
+        documents[-1][-1].append(EOS)
+    return documents
+
+
+def write_by_hand(prefix: Path, documents: list[list[list[int]]], *, code: int = 8) -> Path:
+    """Write the files as the page of the format says."""
+    sequences = [sequence for document in documents for sequence in document]
+    tokens = np.concatenate(sequences).astype(CODES[code])
+    lengths = [len(sequence) for sequence in sequences]
+    offsets = np.cumsum([0, *lengths[:-1]]) * tokens.itemsize
+    marks = np.cumsum([0, *map(len, documents)])
+    Path(f"{prefix}.bin").write_bytes(tokens.tobytes())
+    Path(f"{prefix}.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, code, len(lengths), len(marks))
+        + np.array(lengths, "<i4").tobytes()
+        + offsets.astype("<i8").tobytes()
+        + marks.astype("<i8").tobytes()
+    )
+    return prefix
+
+
+def joined(parts: list[list[int]]) -> list[int]:
+    return [*chain(*parts)]
+
+
+def documents_of(prefix: Path) -> list[list[int]]:
+    tokens, ends = read_files(str(prefix))
+    return [tokens[a:b].tolist() for a, b in pairwise(ends)]
+
+
+def options(split: str = "train", **data: Any) -> SampleOptions:
+    section = s.DataSection(**data)
+    return SampleOptions(tokenizer=TOKENIZER, data=section, seq_len=16, split=split, seed=0)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_documents_equal_what_was_written(tmp_path: Path, code: int) -> None:
+    documents = draw_documents(20, largest=100)
+    if code < 3:  # an end-of-text token needs two bytes
+        documents = [[sequence[:-1] or [1] for sequence in document] for document in documents]
+    prefix = write_by_hand(tmp_path / "a", documents, code=code)
+    assert documents_of(prefix) == [joined(document) for document in documents]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_files_of_megatrons_builder_are_read_as_megatron_reads_them(
+    tmp_path: Path, dtype: type
+) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    prefix = tmp_path / "a"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    written = draw_documents(20)
+    for document in written:
+        builder.add_document(joined(document), [len(sequence) for sequence in document])
+    builder.finalize(f"{prefix}.idx")
+    theirs = IndexedDataset(str(prefix))
+    borders = theirs.document_indices.tolist()
+    expected = [
+        np.concatenate([theirs[i] for i in range(a, b)]).tolist() for a, b in pairwise(borders)
+    ]
+    assert documents_of(prefix) == expected == [joined(document) for document in written]
+    # The writer of these tests writes the same bytes.
+    by_hand = write_by_hand(tmp_path / "b", written, code=8 if dtype == np.uint16 else 4)
+    for ending in (".bin", ".idx"):
+        assert Path(f"{by_hand}{ending}").read_bytes() == Path(f"{prefix}{ending}").read_bytes()
+
+
+def test_the_last_documents_are_held_out(tmp_path: Path) -> None:
+    documents = draw_documents(40)
+    source = MegatronSource(path=str(write_by_hand(tmp_path / "a", documents)))
+    flat = [joined(document) for document in documents]
+    for split, expected in [("train", flat[:30]), ("validation", flat[30:])]:
+        tokens = source.open(options(split, validation_fraction=0.25))
+        assert tokens.read(0, count=tokens.num_tokens).tolist() == joined(expected)
+    with pytest.raises(DataError, match=r"validation split .* has 0 tokens"):
+        build_samples([source], options=options("validation"))
+
+
+def test_whole_documents_are_packed_and_masked(tmp_path: Path) -> None:
+    documents = [[[number] * (number % 5 + 1) + [EOS]] for number in range(1, 60)]
+    source = MegatronSource(path=str(write_by_hand(tmp_path / "a", documents)))
+    data = s.DataSection(
+        sources=[source], packing="best_fit", document_mask=True, cache_folder=str(tmp_path)
+    )
+    training = s.TrainingSection(seq_len=16, local_batch_size=4)
+    loader = build_loader(training, data=data, tokenizer=TOKENIZER, rank=0, world=1, seed=0)
+    [batch] = loader.next_step()
+    for tokens, documents_S in zip(batch.tokens_BS, batch.document_ids_BS, strict=True):
+        for number in documents_S.unique():
+            inside = tokens[documents_S == number].tolist()
+            inside = inside[: inside.index(EOS)] if EOS in inside else inside
+            assert len(set(inside)) <= 1, "a document is of one number"
+
+
+def test_blends_and_resumed_loaders_go_on_exactly(tmp_path: Path) -> None:
+    sources = [
+        MegatronSource(
+            path=str(write_by_hand(tmp_path / name, draw_documents(90, seed=seed))),
+            weight=weight,
+        )
+        for seed, (name, weight) in enumerate([("a", 0.3), ("b", 0.7)])
+    ]
+    data = s.DataSection(sources=sources, cache_folder=str(tmp_path))
+
+    def opened(world: int, rank: int = 0) -> Any:
+        training = s.TrainingSection(seq_len=16, local_batch_size=8 // world)
+        return build_loader(
+            training, data=data, tokenizer=TOKENIZER, rank=rank, world=world, seed=3
+        )
+
+    whole = opened(1)
+    steps = [whole.next_step()[0].tokens_BS for _ in range(40)]
+    first = opened(1)
+    for expected in steps[:30]:
+        assert first.next_step()[0].tokens_BS.equal(expected)
+    halves = [opened(2, rank) for rank in range(2)]
+    for loader in halves:
+        loader.load_state_dict(first.state_dict())
+    for expected in steps[30:]:
+        found = [loader.next_step()[0] for loader in halves]
+        rows = {
+            batch.first_sample + offset: row
+            for batch in found
+            for offset, row in enumerate(batch.tokens_BS.tolist())
+        }
+        assert [rows[number] for number in sorted(rows)] == expected.tolist()
+
+
+def write_job(folder: Path, prefix: Path, **training: Any) -> Path:
+    keys = {"dataset": "megatron", "dataset_path": str(prefix), "seq_len": 32, "steps": 4}
+    keys |= {"local_batch_size": 2, "mixed_precision_param": "float32"} | training
+    lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+    job = folder / "job.toml"
+    job.write_text(
+        "\n".join(
+            [
+                '[model]\nflavor = "tiny"\noverrides = { n_layers = 2 }',
+                "[data]\ndocument_mask = true\nvalidation_fraction = 0.1",
+                "[checkpoint]\nenable = true\ninterval = 2\nkeep_latest_k = 0",
+                "[metrics]\nlog_freq = 1",
+                "[lr_scheduler]\nwarmup_steps = 1\ntotal_steps = 4",
+                f'[job]\ndump_folder = "{folder / "run"}"',
+                "[training]",
+                *lines,
+            ]
+        )
+        + "\n"
+    )
+    return job
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def test_a_run_trains_and_a_resumed_one_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_by_hand(tmp_path / "corpus", draw_documents(200))
+    found = []
+    for name, parts in [("whole", (4,)), ("parts", (2, 4))]:
+        folder = tmp_path / name
+        folder.mkdir()
+        for steps in parts:
+            job = write_job(folder, prefix, steps=steps)
+            assert titan(["check", str(job)]) == 0, capsys.readouterr().err
+            assert titan(["train", str(job)]) == 0, capsys.readouterr().err
+        found.append(losses(folder))
+    assert found[0] == found[1]
+    assert [*found[0]] == [1, 2, 3, 4]
+
+
+def put(position: int, content: bytes) -> Any:
+    """Return a function that overwrites bytes of a file."""
+    return lambda data: data[:position] + content + data[position + len(content) :]
+
+
+SEQUENCES = 3  # lengths from byte 34, offsets from byte 46, document marks from byte 70
+DAMAGES: dict[str, tuple[str, Any, str]] = {
+    "magic": ("idx", put(0, b"XX"), "does not begin as an index"),
+    "no header": ("idx", lambda data: data[:20], "does not begin as an index"),
+    "nothing": ("idx", lambda data: b"", "does not begin as an index"),
+    "version": ("idx", put(9, struct.pack("<Q", 2)), "version 2"),
+    "dtype of floats": ("idx", put(17, b"\x06"), "dtype code 6"),
+    "dtype of 8 bytes": ("idx", put(17, b"\x05"), "dtype code 5"),
+    "another dtype": ("idx", put(17, b"\x04"), "does not fit its index"),
+    "sequences": ("idx", put(18, struct.pack("<Q", 2**62)), "should have"),
+    "no sequences": ("idx", lambda data: data[:18] + bytes(16), "should have"),
+    "marks": ("idx", put(26, struct.pack("<Q", 2**63)), "should have"),
+    "cut short": ("idx", lambda data: data[:-1], "should have"),
+    "modes": ("idx", lambda data: data + bytes(SEQUENCES), "multimodal"),
+    "negative length": ("idx", put(34, struct.pack("<i", -1)), "sequence 1 of 3 begins"),
+    "offset beyond": ("idx", put(46, struct.pack("<q", 2**40)), "sequence 0 of 3 begins"),
+    "offsets that fall": ("idx", put(54, struct.pack("<q", -2)), "sequence 1 of 3 begins"),
+    "last length": ("idx", put(42, struct.pack("<i", 7)), "sequence 3 of 3 begins"),
+    "first mark": ("idx", put(70, struct.pack("<q", 1)), "marks should rise"),
+    "marks that fall": ("idx", put(78, struct.pack("<q", 9)), "marks should rise"),
+    "negative mark": ("idx", put(78, struct.pack("<q", -1)), "marks should rise"),
+    "last mark": ("idx", put(86, struct.pack("<q", 2)), "marks should rise"),
+    "short tokens": ("bin", lambda data: data[:-2], "does not fit its index"),
+    "no tokens": ("bin", lambda data: b"", "does not fit its index"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_have_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    ending, change, expected = DAMAGES[damage]
+    prefix = write_by_hand(tmp_path / "a", [[[1] * 40 + [EOS]], [[2, 3], [4, 5, 6, EOS]]])
+    file = Path(f"{prefix}.{ending}")
+    file.write_bytes(change(file.read_bytes()))
+    assert titan(["check", str(write_job(tmp_path, prefix))]) == 2
+    [line] = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "megatron" in line or "a.idx" in line or "a.bin" in line
+    ]
+    assert expected in line
+
+
+def test_sequences_without_tokens_are_no_text(tmp_path: Path) -> None:
+    prefix = write_by_hand(tmp_path / "a", [[[]], [[]]])
+    with pytest.raises(DataError, match="has 0 bytes"):
+        read_files(str(prefix))
+
+
+@pytest.mark.parametrize("path", ["gone", "0.3 a 0.7 b", "a.bin"])
+def test_a_path_that_is_no_prefix_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    write_by_hand(tmp_path / "a", draw_documents(20))
+    job = write_job(tmp_path, tmp_path / path)
+    assert titan(["check", str(job)]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}.idx is no file; give the prefix of both files" in error
+    assert "[[data.sources]]" in error
+
+
+def test_a_dataset_without_a_path_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, tmp_path)
+    job.write_text(job.read_text().replace("dataset_path", "# dataset_path"))
+    assert titan(["check", str(job)]) == 2
+    assert 'dataset_path: missing: dataset "megatron" needs it' in capsys.readouterr().err
+
+
+def test_documents_without_an_end_cannot_be_masked(tmp_path: Path) -> None:
+    documents = draw_documents(20)
+    documents[7][-1][-1] = 5
+    source = MegatronSource(path=str(write_by_hand(tmp_path / "a", documents)))
+    for wish in ({"document_mask": True}, {"packing": "best_fit"}):
+        with pytest.raises(DataError, match=r"1 of 20 documents do not end .*--append-eod"):
+            source.open(options(**wish))
+    assert source.open(options()).num_tokens == sum(len(q) for d in documents for q in d)
+
+
+@pytest.mark.parametrize(("code", "token", "seen"), [(8, 300, 300), (4, -1, 2**32 - 1)])
+def test_an_id_beyond_the_vocabulary_is_refused(
+    tmp_path: Path, code: int, token: int, seen: int
+) -> None:
+    documents = [[[token] * 40 + [EOS]]]
+    source = MegatronSource(path=str(write_by_hand(tmp_path / "a", documents, code=code)))
+    samples = build_samples([source], options=options())
+    with pytest.raises(DataError, match=f"hold the id {seen}, but their vocabulary has"):
+        samples.get(np.arange(2))
+
+
+def test_ids_are_not_tokenized_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_by_hand(tmp_path / "a", draw_documents(20))
+    argv = ["--dataset", "megatron", "--dataset-path", str(prefix), "--tokenizer", "bytes"]
+    assert titan(["prepare", *argv, "--output", str(tmp_path / "out")]) == 2
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("(ids, no text) holds no documents to train on")
+    )
