@@ -273,16 +273,19 @@ def _state(
             if ours not in model.names:  # transformers has no such tensor
                 yield key, torch.zeros(shape, dtype=model.buffers[ours])
                 continue
-            whole = source.tensor(model.names[ours], prefixes)
-            origin = model.origin(ours)
-            box = tuple(slice(o, o + n) for o, n in zip(origin, shape, strict=True))
-            part = whole[box] if whole.ndim == len(shape) else whole
-            if part.shape != shape:
+            theirs = model.names[ours]
+            whole = source.tensor(theirs, prefixes)
+            expected = shape if "{}" in theirs else model.on_disk[theirs].shape
+            if whole.shape != expected:
                 raise CheckpointError(
-                    f"{folder.path}: {model.names[ours]} has shape {[*part.shape]}; the arguments make it {[*shape]}"
+                    f"{folder.path}: {theirs} has shape {[*whole.shape]}; the arguments make it {[*expected]}"
                 )
+            # A tensor of a folder may join several of ours.
+            part = whole
+            for dim, first in enumerate(model.origin(ours)):
+                part = part.narrow(dim, first, shape[dim])
             if not part.isfinite().all():
-                raise CheckpointError(f"{folder.path}: {model.names[ours]} is not finite")
+                raise CheckpointError(f"{folder.path}: {theirs} is not finite")
             tensor = mapped(temporary / f"{ours}.{number}", shape, part.dtype)
             yield key, tensor.copy_(part)
 

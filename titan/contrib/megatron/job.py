@@ -102,7 +102,9 @@ def _experts(arguments: Arguments, kind: str) -> dict[str, Any]:
 
 def _deepseek(arguments: Arguments) -> dict[str, Any]:
     """Return the fields of DeepSeek-V3."""
-    if others := [*_different(arguments, {"moe_router_score_function": "sigmoid"})]:
+    # transformers' norms of latents have this epsilon, whatever the other norms have.
+    only = {"moe_router_score_function": "sigmoid", "norm_epsilon": 1e-6}
+    if others := [*_different(arguments, only)]:
         raise _refused(", ".join(others))
     shared = arguments.get("moe_shared_expert_intermediate_size") or 0
     fields = {
@@ -138,12 +140,15 @@ def balance(arguments: Arguments) -> dict[str, float]:
     kind = arguments.get("moe_router_load_balancing_type")
     coeff = arguments.get("moe_aux_loss_coeff") or 0.0
     has_bias = arguments.get("moe_router_enable_expert_bias")
+    # Megatron divides by the tokens that a module predicts, titan by all. Equal for one module.
+    length = arguments["seq_length"]
+    further = (arguments.get("mtp_loss_scaling_factor") or 0.0) * length / (length - 1)
     return {
         "load_balance_coeff": arguments["moe_router_bias_update_rate"] if has_bias else 0.0,
         "sequence_balance_coeff": coeff if kind == "seq_aux_loss" else 0.0,
         "global_balance_coeff": coeff if kind in ("aux_loss", "global_aux_loss") else 0.0,
         "router_z_loss_coeff": arguments.get("moe_z_loss_coeff") or 0.0,
-        "mtp_coeff": arguments.get("mtp_loss_scaling_factor") or 0.0,
+        "mtp_coeff": further,
     }
 
 

@@ -226,7 +226,7 @@ def make_config(variant: Variant):
             4 - variant.dense_layers
         )
     if variant.shared:
-        options["moe_shared_expert_intermediate_size"] = 48
+        options["moe_shared_expert_intermediate_size"] = 64
     if variant.expert_bias:
         options |= {
             "moe_router_score_function": "sigmoid",
@@ -263,7 +263,7 @@ def make_config(variant: Variant):
         add_qkv_bias=variant.bias,
         qk_layernorm=variant.qk_norm,
         normalization="RMSNorm",
-        layernorm_epsilon=1e-5,
+        layernorm_epsilon=1e-6,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -357,7 +357,7 @@ def make_args(variant: Variant, config) -> argparse.Namespace:
         untie_embeddings_and_output_weights=not variant.tied,
         # Form of the layers.
         normalization="RMSNorm",
-        norm_epsilon=1e-5,
+        norm_epsilon=1e-6,
         apply_layernorm_1p=False,
         layernorm_zero_centered_gamma=False,
         swiglu=True,
