@@ -113,6 +113,7 @@ class OnCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         args = tuple("cpu" if isinstance(a, str) and a == "cuda" else a for a in args)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # pyrefly: ignore[no-matching-overload]
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
