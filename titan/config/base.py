@@ -212,11 +212,8 @@ class TokenFiles(DocumentOptions):
             options: `titan.data.shard_samples.SampleOptions` of the job.
 
         Returns:
-            A `titan.data.shards.TokenShards`.
+            A `titan.data.shards.TokenShards`. None: `titan prepare` wrote the files.
 
         Raises:
             DataError: the files are damaged, or do not fit the job.
         """
-        from titan.data.shard_samples import open_shards
-
-        return open_shards(self.path, options)

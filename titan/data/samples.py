@@ -21,7 +21,7 @@ from titan.data.base import DatasetPhase, Samples, Source, State
 from titan.data.cache import cached_shards
 from titan.data.conversations import conversations
 from titan.data.order import Blend, derive_key
-from titan.data.shard_samples import SampleOptions, ShardSamples
+from titan.data.shard_samples import SampleOptions, ShardSamples, open_shards
 from titan.data.shards import TokenShards
 from titan.data.sources import TextStream, open_documents
 from titan.data.special_tokens import SpecialTokens
@@ -138,7 +138,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
         vocab_size = options.tokenizer.vocab_size
         return SyntheticSamples(vocab_size=vocab_size, seq_len=options.seq_len, key=key)
     if isinstance(section, s.TokenFiles):
-        shards = section.open(options)
+        shards = section.open(options) or open_shards(section.path, options)
         return _shard_samples(shards, options, key=key, name=f"the shards in '{section.path}'")
     if options.split == "validation" and not data.validation_fraction:
         raise DataError(

@@ -55,6 +55,8 @@ class MegatronTokens(TokenShards):
         border = ends[-1 - round((len(ends) - 1) * data.validation_fraction)]
         tokens = tokens[:border] if options.split == "train" else tokens[border:]
         self.folder, self.split, self.num_tokens = Path(path), options.split, len(tokens)
+        # Only conversations and the cache of packed rows ask for the rest.
+        # pyrefly: ignore[missing-argument]
         self.index = Index.model_construct(key=str(describe(path).identity))
         self.special_tokens = SpecialTokens(None, eos_id)
         self._num_ids = options.tokenizer.vocab_size
@@ -97,6 +99,7 @@ def read_files(path: str) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         DataError: the files are damaged, or of a kind that is not read.
     """
+    # pyrefly: ignore[not-iterable]
     (index, size, _), (data, num_bytes, _) = describe(path).identity[1]
     with Path(index).open("rb") as file:
         head = file.read(_HEADER)

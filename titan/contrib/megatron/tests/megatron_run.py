@@ -107,12 +107,13 @@ VARIANTS: dict[str, Variant] = {
 class OnCpu(TorchFunctionMode):
     """Make on the CPU what is asked for on "cuda", and call a CPU's tensor types by the names of CUDA's."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
         args = tuple("cpu" if isinstance(a, str) and a == "cuda" else a for a in args)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # pyrefly: ignore[no-matching-overload]
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
@@ -712,6 +713,7 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
+        # pyrefly: ignore[missing-attribute]
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     state = {

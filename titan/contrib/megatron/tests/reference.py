@@ -101,7 +101,7 @@ def write_model_space(iteration: Path, out: Path) -> None:
             shards[key] = [whole // part for whole, part in zip(entry.size, size, strict=True)]
     dcp.load(state, checkpoint_id=iteration, no_dist=True)
     extra: dict[str, dict[str, Any]] = {}
-    for key, tensor in state.items():
+    for key, tensor in [*state.items()]:
         extra[key] = {}
         if key.startswith("optimizer.state."):
             weight = key.split(".", 3)[3]
@@ -113,6 +113,9 @@ def write_model_space(iteration: Path, out: Path) -> None:
             counts = range(0, 2 * tensor.ndim, 2)
             inner = range(1, 2 * tensor.ndim, 2)
             table = tensor.view(split).permute(*counts, *inner)
+            # fully_reshardable calls the master weights "param".
+            del state[key], extra[key]
+            key = key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
             state[key] = table.reshape(*shards[weight], -1)
             extra[key] = {"nd_reformulated_orig_global_shape": tuple(tensor.shape)}
     dcp.save(state, checkpoint_id=out, no_dist=True)
