@@ -302,7 +302,9 @@ def _require_all_read(folder: MegatronFolder, *, model_only: bool) -> None:
     if model_only:
         extra = {name for name in extra if not name.startswith("optimizer.")}
     if extra:
-        raise CheckpointError(f"{folder.path}: the model has no place for {some(sorted(extra))}")
+        raise CheckpointError(
+            f"{folder.path}: the model has no place for {some(sorted(extra))}"
+        )
 
 
 def _write_job(file: Path, output: Path, plan: Plan, step: Path, *, has_tokenizer: bool) -> str:

@@ -19,6 +19,7 @@ import hashlib
 import io
 import pickle
 import re
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -132,7 +133,8 @@ class MegatronFolder:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the run that wrote the checkpoint."""
         found = self.common.get("args")
-        if not isinstance(found, Unread):
+        # Where Megatron is installed and imported, torch knows the class.
+        if not isinstance(found, Unread | Namespace):
             raise CheckpointError(f"{self.path}: holds no arguments of a run (args)")
         return vars(found)
 

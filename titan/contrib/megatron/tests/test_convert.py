@@ -74,7 +74,9 @@ def as_megatron(name: str, ours: Tensors) -> Tensor:
         return torch.cat([torch.cat(group) for group in zip(q, k, v, strict=True)])
     if name in PAIRS:
         return torch.cat([ours[prefix + part] for part in PAIRS[name]])
-    if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(\d)\.weight", name):
+    if expert := re.fullmatch(
+        r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(\d)\.weight", name
+    ):
         number, is_first = int(expert[1]), expert[2] == "1"
         parts = ("w1", "w3") if is_first else ("w2",)
         if f"{prefix}moe.experts.w1" in ours:
@@ -93,7 +95,11 @@ def whole(tensor: Tensor) -> Tensor:
 def train(output: Path, tokens: dict[int, Tensor], degrees: dict[str, int]) -> dict[str, Any]:
     """On a rank: continue from step 2, and return losses, norms and states of steps 3 and 4."""
     torch.set_num_threads(1)
-    keys = {"dp_shard": "data_parallel_shard", "tp": "tensor_parallel", "pp": "pipeline_parallel"}
+    keys = {
+        "dp_shard": "data_parallel_shard",
+        "tp": "tensor_parallel",
+        "pp": "pipeline_parallel",
+    }
     overrides = [f"parallelism.{keys[axis]}_degree={n}" for axis, n in degrees.items()]
     if "pp" in degrees or "dp_shard" in degrees:
         overrides.append("training.local_batch_size=2")

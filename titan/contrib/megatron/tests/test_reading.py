@@ -51,7 +51,10 @@ def test_each_tensor_is_in_its_place(tmp_path: Path) -> None:
     write(tmp_path / "run")
     found = converted(tmp_path / "run", tmp_path / "out")
     given = with_moments(weights())
-    for prefix, ours in (("", "model.{}"), ("optimizer.state.exp_avg.", "optimizer.{}.exp_avg")):
+    for prefix, ours in (
+        ("", "model.{}"),
+        ("optimizer.state.exp_avg.", "optimizer.{}.exp_avg"),
+    ):
         qkv = given[f"{prefix}decoder.layers.self_attention.linear_qkv.weight"][1]
         # Of each group: its two queries, one key, one value, K rows each.
         rows = {"wq": [], "wk": [], "wv": []}
@@ -146,7 +149,9 @@ def test_hashes_are_those_of_a_second_conversion(tmp_path: Path) -> None:
     write(tmp_path / "run")
     for name in ("one", "two"):
         from_megatron(tmp_path / "run", tmp_path / name)
-    one, two = (json.loads((tmp_path / n / "megatron.json").read_text()) for n in ("one", "two"))
+    one, two = (
+        json.loads((tmp_path / n / "megatron.json").read_text()) for n in ("one", "two")
+    )
     assert one["megatron"] == two["megatron"] and one["titan"] == two["titan"]
     assert len(one["megatron"]) == 45
 
@@ -174,7 +179,10 @@ ARGUMENTS = {
     "num_query_groups": (0, ""),
     "global_batch_size": (0, "arguments of the run: ZeroDivisionError"),
     "padded_vocab_size": (48, "model.embed_tokens.weight has shape [40, 16]"),
-    "qk_layernorm": (True, "q_layernorm.weight is missing, for model.layers.0.self_attn.q_norm"),
+    "qk_layernorm": (
+        True,
+        "q_layernorm.weight is missing, for model.layers.0.self_attn.q_norm",
+    ),
     "untie_embeddings_and_output_weights": (False, "no place for output_layer.weight"),
 }
 
