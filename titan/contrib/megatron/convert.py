@@ -27,12 +27,15 @@ from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.identity import tokenizer_facts
 from titan.checkpoint.tensors import some
+from titan.config.load import load_config
 from titan.config.schema import CheckpointSection
+from titan.data import require
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
-from titan.huggingface.conversion import check_new, mapped, toml_of
+from titan.huggingface.conversion import check_new, mapped, to_hf, toml_of
 from titan.huggingface.hf_model import HFModel
 from titan.huggingface.load import HFFolder, model_keys, read_sizes, require_weights_for
+from titan.tools.answers import load_model
 
 from .job import balance, hf_config, lost, sections
 from .names import EMBEDDINGS, part_of, places
@@ -144,6 +147,7 @@ def from_megatron(
     job: Path | None = None,
     tokenizer: str = "",
     model_only: bool = False,
+    prove: bool = False,
 ) -> list[str]:
     """Convert a checkpoint of Megatron. Return messages.
 
@@ -153,6 +157,7 @@ def from_megatron(
         job: where the job is written; None: config.toml of the run folder.
         tokenizer: path of the tokenizer, which says how many rows of the embeddings are no padding.
         model_only: leave the moments out, and begin with step 0.
+        prove: compare the logits with those of transformers' own class. It takes the memory of two models.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or titan has no such model.
@@ -162,7 +167,8 @@ def from_megatron(
     opened = tokenizer_named(tokenizer) if tokenizer else None
     assets = {file.name: read_asset(file) for file in tokenizer_files(tokenizer)}
     arguments = Arguments(folder.arguments)
-    plan = _plan(folder, arguments, opened and opened.vocab_size, model_only=model_only)
+    vocab_size = opened.vocab_size if opened else None
+    plan = _plan(folder, arguments, vocab_size, model_only=model_only)
     if not model_only:
         _require_moments(folder)
     model = HFModel.of(plan.name, plan.sizes)
@@ -184,13 +190,17 @@ def from_megatron(
         path = Path(str(manager.save(plan.step, state, metadata=metadata)))
     if assets:
         write_files(assets, output / FOLDER)
-    job = job or output / "config.toml"
-    flavor = _write_job(job, output, plan, path, has_tokenizer=bool(assets))
+    flavor, text = _job_of(output, plan, path, has_tokenizer=bool(assets))
+    run_job = output / "config.toml"  # belongs to the checkpoint
+    job = job or run_job
+    for file in (run_job, job):
+        file.write_text(text)
     report = {"megatron": folder.hashes, "titan": hashes, "arguments": arguments.read}
     (output / REPORT).write_text(json.dumps(report, indent=1, default=repr))
     return [
         f"{path}: {plan.name} {flavor}, {plan.sizes.num_params:,} parameters, step {plan.step}",
         *_messages(folder, arguments, plan),
+        *([_proof(path, job)] if prove else []),
         f"SHA-256 of each tensor: {output / REPORT}",
         f"continue: titan train {job}",
     ]
@@ -307,8 +317,8 @@ def _require_all_read(folder: MegatronFolder, *, model_only: bool) -> None:
         )
 
 
-def _write_job(file: Path, output: Path, plan: Plan, step: Path, *, has_tokenizer: bool) -> str:
-    """Write the job that continues, and config.json if the family reads it. Return the model's flavor."""
+def _job_of(output: Path, plan: Plan, step: Path, *, has_tokenizer: bool) -> tuple[str, str]:
+    """Return the model's flavor and the job that continues. Write config.json if the family reads it."""
     keys = model_keys(plan.name, plan.sizes, described := (output / "model.json").absolute())
     if "hf_path" in keys:
         described.write_text(json.dumps(plan.config, indent=2))
@@ -325,8 +335,27 @@ def _write_job(file: Path, output: Path, plan: Plan, step: Path, *, has_tokenize
         **plan.sections,
         "checkpoint": loading,
     }
-    file.write_text("# The job of a checkpoint of Megatron.\n" + toml_of(sections))
-    return keys.get("flavor", "")
+    text = "# The job of a checkpoint of Megatron.\n" + toml_of(sections)
+    return keys.get("flavor", ""), text
+
+
+def _proof(step: Path, job: Path) -> str:
+    """Return how far the logits are from those of transformers' own class, which reads the checkpoint as `titan convert to-hf` writes it."""
+    config = load_config(job)
+    # The first ids, as far as the model has positions.
+    length = min(config.training.seq_len, 512)
+    tokens_BS = torch.arange(length)[None] % config.model.sizes.vocab_size
+    transformers = require("transformers", purpose="--prove")
+    transformers.logging.set_verbosity_error()  # it reports modules of multi-token prediction
+    with TemporaryDirectory() as temporary, torch.no_grad():
+        folder = Path(temporary) / "huggingface"
+        to_hf(step, folder, dtype="float32", file_bytes=5 * 10**9, tokenizer="")
+        kind = transformers.AutoModelForCausalLM
+        theirs_BSV = kind.from_pretrained(folder, dtype=torch.float32)(tokens_BS).logits
+    ours = load_model(config, step, device=torch.device("cpu"))
+    with torch.no_grad():
+        difference = (ours(tokens_BS) - theirs_BSV).norm() / theirs_BSV.norm()
+    return f"logits of {length} tokens differ from transformers' {difference:.1e}, relative"
 
 
 def _messages(folder: MegatronFolder, arguments: Arguments, plan: Plan) -> Iterator[str]:
@@ -342,4 +371,4 @@ def _messages(folder: MegatronFolder, arguments: Arguments, plan: Plan) -> Itera
         what = ", ".join(f"{printable(kind, 40)} ({n})" for kind, n in sorted(kinds.items()))
         yield f"not read, since they are no tensors: {what}"
     if names := lost(arguments):
-        yield f"not in the job: {', '.join(names)}"
+        yield f"not as in Megatron's run: {', '.join(names)}"

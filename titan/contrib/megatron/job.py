@@ -202,5 +202,5 @@ def sections(arguments: Arguments, schedule: Mapping[str, Any]) -> dict[str, dic
 
 
 def lost(arguments: Arguments) -> list[str]:
-    """Return the arguments that change the training, and that the job does not have."""
+    """Return the arguments that change the training, and that the job does not have, or not in the same form."""
     return [*_different(arguments, TABLES["lost"])]

@@ -152,8 +152,8 @@ class MegatronFolder:
         """
         entry = self.entries[name]
         metadata = metadata_of(TensorIndex({name: entry.stored}), self.path)
-        shape = metadata.state_dict_metadata[name]
-        tensor = torch.empty(entry.stored.size, dtype=shape.properties.dtype)
+        # metadata_of has checked the dtype.
+        tensor = torch.empty(entry.stored.size, dtype=getattr(torch, entry.stored.dtype))
         try:
             reader = CheckpointReader(self.path, metadata)
             dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
@@ -169,7 +169,7 @@ class MegatronFolder:
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy()).hexdigest()
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
 def _unflattened(tensor: Tensor, whole: tuple[int, ...]) -> Tensor:

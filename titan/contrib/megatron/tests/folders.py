@@ -155,14 +155,14 @@ def _stack(metadata: Any, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not is_stacked(name):
             continue
+        rows = [entries.pop(f"{name}@{layer}") for layer in range(len(tensor))]
         chunks = []
-        for layer in range(len(tensor)):
-            row = entries.pop(f"{name}@{layer}")
+        for layer, row in enumerate(rows):
             (index,) = [key for key in infos if key.fqn == f"{name}@{layer}"]
             offsets = torch.Size([layer, *index.offset[1:]])
             infos[MetadataIndex(name, offsets)] = infos.pop(index)
             chunks.append(ChunkStorageMetadata(offsets, row.size))
-        entries[name] = TensorStorageMetadata(row.properties, tensor.shape, chunks)
+        entries[name] = TensorStorageMetadata(rows[0].properties, tensor.shape, chunks)
 
 
 def changed_index(folder: Path, change: Callable[[Any], None]) -> None:
@@ -198,7 +198,7 @@ def write(
     save(folder, tensors, **{"rng_state/shard_0_1": b"states"})
     with an_enum_of_megatron() as backend:
         args = args or arguments()
-        args.attention_backend = backend.auto
+        args.attention_backend = backend(5)
         state = {
             "args": args,
             "iteration": step,

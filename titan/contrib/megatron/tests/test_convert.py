@@ -218,5 +218,16 @@ def test_weights_of_a_short_model_are_the_masters(
 
 
 def test_buckets_are_refused(megatron: Callable[..., MegatronRun], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="by bucket .*--dist-ckpt-optim-fully-reshardable"):
+    with pytest.raises(ValueError, match=r"by bucket .*--dist-ckpt-optim-fully-reshardable"):
         from_megatron(megatron("dp2_buckets").folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("variant", ["tied", "moe_single", "deepseek_mtp"])
+def test_logits_are_those_of_transformers(
+    megatron: Callable[..., MegatronRun], variant: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    messages = converted(megatron(variant), tmp_path / "out", prove=True)
+    (line,) = [message for message in messages if "transformers" in message]
+    found = re.search(r"logits of 32 tokens differ from transformers' (\S+), relative", line)
+    assert found is not None and float(found[1]) < 1e-6

@@ -128,8 +128,9 @@ def test_the_job_has_what_the_arguments_say(tmp_path: Path) -> None:
     assert scheduler.min_lr_factor == pytest.approx(0.1)
     assert (config.optimizer.name, config.optimizer.lr) == ("AdamW", 1e-3)
     assert config.model.sizes.n_kv_heads == G and config.model.sizes.head_dim == K
+    assert (tmp_path / "out" / "config.toml").read_text() == (tmp_path / "job.toml").read_text()
     text = "\n".join(messages)
-    assert "not in the job: hidden_dropout = 0.1" in text
+    assert "not as in Megatron's run: hidden_dropout = 0.1" in text
     assert "not read, since they are no tensors: rng_state (1)" in text
     assert re.search(r"read 45 of 45 tensors, and \d+ of \d+ arguments", text)
 
