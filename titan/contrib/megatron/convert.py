@@ -48,7 +48,7 @@ _MOMENTS = ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 _STATE = re.compile(r"^optimizer\.state\.\w+\.")
 
 
-class Arguments(dict[str, Any]):
+class RunArguments(dict[str, Any]):
     """Arguments of Megatron's run.
 
     Attributes:
@@ -70,7 +70,7 @@ class Arguments(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Source:
+class NamedTensors:
     """Tensors of Megatron by transformers' names.
 
     Attributes:
@@ -116,7 +116,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MegatronJob:
     """What a checkpoint becomes.
 
     Attributes:
@@ -166,7 +166,7 @@ def from_megatron(
     folder = open_folder(source)
     opened = tokenizer_named(tokenizer) if tokenizer else None
     assets = {file.name: read_asset(file) for file in tokenizer_files(tokenizer)}
-    arguments = Arguments(folder.arguments)
+    arguments = RunArguments(folder.arguments)
     vocab_size = opened.vocab_size if opened else None
     plan = _plan(folder, arguments, vocab_size, model_only=model_only)
     if not model_only:
@@ -183,7 +183,7 @@ def from_megatron(
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".converting-") as temporary:
-        source_of = Source(folder, plan.config)
+        source_of = NamedTensors(folder, plan.config)
         state = dict(_state(source_of, model, Path(temporary), model_only=model_only))
         _require_all_read(folder, model_only=model_only)
         hashes = {name: digest(tensor) for name, tensor in state.items()}
@@ -207,8 +207,8 @@ def from_megatron(
 
 
 def _plan(
-    folder: MegatronFolder, arguments: Arguments, vocab_size: int | None, *, model_only: bool
-) -> Plan:
+    folder: MegatronFolder, arguments: RunArguments, vocab_size: int | None, *, model_only: bool
+) -> MegatronJob:
     """Return what a checkpoint becomes, from its arguments.
 
     Raises:
@@ -229,7 +229,7 @@ def _plan(
             job = sections(arguments, folder.common["opt_param_scheduler"])
             step = int(folder.common["iteration"])
             tokens = arguments["consumed_train_samples"] * arguments["seq_length"]
-        return Plan(config, name, sizes, losses, job, step, tokens, padded - rows)
+        return MegatronJob(config, name, sizes, losses, job, step, tokens, padded - rows)
     except CheckpointError:
         raise
     # The values may be of any type.
@@ -266,7 +266,7 @@ def _find(values: Any, key: str) -> Any:
 
 
 def _state(
-    source: Source, model: HFModel, temporary: Path, *, model_only: bool
+    source: NamedTensors, model: HFModel, temporary: Path, *, model_only: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield titan's tensors by their names in a checkpoint. Each is in the memory of a file, so that it may be written out."""
     folder = source.folder
@@ -317,7 +317,9 @@ def _require_all_read(folder: MegatronFolder, *, model_only: bool) -> None:
         )
 
 
-def _job_of(output: Path, plan: Plan, step: Path, *, has_tokenizer: bool) -> tuple[str, str]:
+def _job_of(
+    output: Path, plan: MegatronJob, step: Path, *, has_tokenizer: bool
+) -> tuple[str, str]:
     """Return the model's flavor and the job that continues. Write config.json if the family reads it."""
     keys = model_keys(plan.name, plan.sizes, described := (output / "model.json").absolute())
     if "hf_path" in keys:
@@ -326,7 +328,7 @@ def _job_of(output: Path, plan: Plan, step: Path, *, has_tokenizer: bool) -> tup
         keys["overrides"] = keys.get("overrides", {}) | plan.coefficients
     loading: dict[str, Any] = {"initial_load_path": str(step.absolute())}
     if plan.step:
-        # Megatron's order of samples is another, so the data begins anew.
+        # Megatron's order of samples is another, so the data starts from its first sample.
         loading |= {"initial_load_model_only": False, "exclude_from_loading": ["dataloader"]}
     tokenizer = {"name": "auto", "path": str((output / FOLDER).absolute())}
     sections = {
@@ -358,7 +360,9 @@ def _proof(step: Path, job: Path) -> str:
     return f"logits of {length} tokens differ from transformers' {difference:.1e}, relative"
 
 
-def _messages(folder: MegatronFolder, arguments: Arguments, plan: Plan) -> Iterator[str]:
+def _messages(
+    folder: MegatronFolder, arguments: RunArguments, plan: MegatronJob
+) -> Iterator[str]:
     """Yield messages about what was not read."""
     tensors = f"{len(folder.hashes)} of {len(folder.entries)} tensors"
     yield f"read {tensors}, and {len(arguments.read)} of {len(arguments)} arguments"

@@ -22,8 +22,8 @@ _FEED_FORWARD = re.compile(r"(mlp(?:\.shared_experts|\.experts\.\{\})?)\.(\w+)_p
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-class Place(NamedTuple):
-    """Place of a tensor in a checkpoint.
+class TensorPlace(NamedTuple):
+    """TensorPlace of a tensor in a checkpoint.
 
     Attributes:
         name: Megatron's name. {} stands for the number of an expert.
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     part: str = ""
 
 
-def places(theirs: str, *, num_layers: int) -> Iterator[Place]:
+def places(theirs: str, *, num_layers: int) -> Iterator[TensorPlace]:
     """Yield the places where Megatron may keep a tensor.
 
     Args:
@@ -44,7 +44,7 @@ def places(theirs: str, *, num_layers: int) -> Iterator[Place]:
     words = (TABLES["synonyms"].get(word, word) for word in theirs.split("."))
     name, _, ending = ".".join(words).rpartition(".")
     if name in _TOP:
-        yield Place(_TOP[name] + ending)
+        yield TensorPlace(_TOP[name] + ending)
         return
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if match is None:
@@ -54,29 +54,29 @@ def places(theirs: str, *, num_layers: int) -> Iterator[Place]:
     if layer >= num_layers:
         prefix = f"mtp.layers.{layer - num_layers}."
         if name in _MTP:
-            yield Place(prefix + _MTP[name] + ending)
+            yield TensorPlace(prefix + _MTP[name] + ending)
             return
         prefix += "transformer_layer."
     for rest, part in _in_layer(name):
         # Single shards of the feed-forward layer are whole tensors of two names.
         if part in ("gate", "up"):
-            yield Place(f"{prefix}{rest}{ending}_{'w' if part == 'gate' else 'v'}")
-        yield Place(f"{prefix}{rest}{ending}", part)
+            yield TensorPlace(f"{prefix}{rest}{ending}_{'w' if part == 'gate' else 'v'}")
+        yield TensorPlace(f"{prefix}{rest}{ending}", part)
 
 
-def _in_layer(name: str) -> Iterator[Place]:
+def _in_layer(name: str) -> Iterator[TensorPlace]:
     """Yield the places of a module of a layer, without the ending of its parameter."""
     for known in _LAYER.get(name, ()):
-        yield Place(known)
+        yield TensorPlace(known)
     if projection := re.fullmatch(r"self_attn\.([qkv])_proj", name):
-        yield Place("self_attention.linear_qkv.", projection[1])
+        yield TensorPlace("self_attention.linear_qkv.", projection[1])
     if projection := _FEED_FORWARD.fullmatch(name):
         module, kind = projection.groups()
         layer, part = ("linear_fc2.", "") if kind == "down" else ("linear_fc1.", kind)
         if module.endswith("{}"):
-            yield Place(f"mlp.experts.experts.{layer}", part)
+            yield TensorPlace(f"mlp.experts.experts.{layer}", part)
             module = "mlp.experts.experts.{}"
-        yield Place(f"{module}.{layer}", part)
+        yield TensorPlace(f"{module}.{layer}", part)
 
 
 def part_of(tensor: Tensor, part: str, *, num_heads: int, num_groups: int) -> Tensor:
@@ -84,7 +84,7 @@ def part_of(tensor: Tensor, part: str, *, num_heads: int, num_groups: int) -> Te
 
     Args:
         tensor: Megatron's tensor.
-        part: see `Place`.
+        part: see `TensorPlace`.
         num_heads: query heads H.
         num_groups: groups G of query heads, which share a key and a value.
     """

@@ -93,7 +93,7 @@ class _Index(pickle.Unpickler):
 
 
 @dataclass
-class Entry:
+class MegatronTensor:
     """A tensor of a checkpoint.
 
     Attributes:
@@ -121,7 +121,7 @@ class MegatronFolder:
 
     path: Path
     common: dict[str, Any]
-    entries: dict[str, Entry]
+    entries: dict[str, MegatronTensor]
     others: list[str]
     hashes: dict[str, str] = field(default_factory=dict)
 
@@ -258,7 +258,7 @@ def _read_index(folder: Path) -> tuple[Metadata, TensorIndex]:
         raise CheckpointError(f"{where}: damaged: {why}") from error
 
 
-def _by_layer(index: TensorIndex, metadata: Metadata) -> Iterator[tuple[str, Entry]]:
+def _by_layer(index: TensorIndex, metadata: Metadata) -> Iterator[tuple[str, MegatronTensor]]:
     """Yield the tensors with the numbers of their layers."""
     flattened = getattr(metadata, "mcore_data", {})
     for full_name, tensor in index.tensors.items():
@@ -267,7 +267,7 @@ def _by_layer(index: TensorIndex, metadata: Metadata) -> Iterator[tuple[str, Ent
         whole = tuple(whole) if whole else None
         stacked = _STACKED.fullmatch(name)
         if stacked is None:
-            yield name, Entry(tensor, whole=whole)
+            yield name, MegatronTensor(tensor, whole=whole)
             continue
         for layer in range(tensor.size[0]):
             chunks = [
@@ -277,7 +277,10 @@ def _by_layer(index: TensorIndex, metadata: Metadata) -> Iterator[tuple[str, Ent
             ]
             row = StoredTensor(tensor.dtype, (1, *tensor.size[1:]), chunks)
             shape = (1, *whole[1:]) if whole else None
-            yield f"{stacked[1]}{layer}.{stacked[2]}", Entry(row, is_row=True, whole=shape)
+            yield (
+                f"{stacked[1]}{layer}.{stacked[2]}",
+                MegatronTensor(row, is_row=True, whole=shape),
+            )
 
 
 def _read_objects(folder: Path, file: str, first: int, num_bytes: int) -> Any:
