@@ -245,9 +245,8 @@ def _require_moments(folder: MegatronFolder) -> None:
         CheckpointError: they are stored otherwise, or there are none.
     """
     if any("optimizer.distributed." in name for name in (*folder.entries, *folder.others)):
-        kind = printable(str(_find(folder.common, "param_state_sharding_type")), 40)
         raise CheckpointError(
-            f"{folder.path}: moments are stored by bucket ({kind}), not by parameter. In Megatron, load it and save it with "
+            f"{folder.path}: moments are stored by bucket (dp_reshardable), not by parameter. In Megatron, load it and save it with "
             "--dist-ckpt-optim-fully-reshardable; or convert the weights alone with --model-only"
         )
     if not any(name.startswith(_MOMENTS[0]) for name in folder.entries):
@@ -256,13 +255,13 @@ def _require_moments(folder: MegatronFolder) -> None:
         )
 
 
-def _find(values: Any, key: str) -> Any:
-    """Return the first value of a key in nested dictionaries and lists, or None."""
-    if isinstance(values, dict) and key in values:
-        return values[key]
-    parts = values.values() if isinstance(values, dict) else values
-    found = (_find(part, key) for part in parts if isinstance(part, dict | list))
-    return next((value for value in found if value is not None), None)
+def _values(node: Any, key: str) -> Iterator[Any]:
+    """Yield the values of a key in nested dictionaries and lists."""
+    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if name == key:
+            yield value
+        elif isinstance(value, dict | list):
+            yield from _values(value, key)
 
 
 def _state(
@@ -270,9 +269,14 @@ def _state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield titan's tensors by their names in a checkpoint. Each is in the memory of a file, so that it may be written out."""
     folder = source.folder
-    steps = _find(folder.common.get("optimizer", {}), "common_step")
-    steps = steps or _find(folder.common.get("optimizer", {}), "step")
-    count = torch.tensor(float(steps or folder.common.get("iteration", 0)))
+    groups = folder.common.get("optimizer", {})
+    # Steps of Adam are fewer than those of the run if some were skipped, as in float16.
+    steps = (
+        *_values(groups, "common_step"),
+        *_values(groups, "step"),
+        folder.common.get("iteration", 0),
+    )
+    count = torch.tensor(float(steps[0]))
     for ours, shape in model.shapes.items():
         is_buffer = ours in model.buffers
         kinds = {f"model.{ours}": _WEIGHTS}
