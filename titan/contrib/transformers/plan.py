@@ -238,6 +238,10 @@ class _Plan:
         own = self.parts[name]
         call, (queries, keys, values) = attention.attention, attention.roles
         own_parameters = dict(own.module.named_parameters(recurse=False))
+        indexer = f"{name}.indexer"
+        if hasattr(own.module, "sparse") and any(n.startswith(indexer) for n in inside):
+            self._put(indexer, "replicated")  # all of it, since each rank chooses for all heads
+            inside = {n: m for n, m in inside.items() if not n.startswith(indexer)}
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
                 raise _Underivable(

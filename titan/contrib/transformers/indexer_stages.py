@@ -1,0 +1,117 @@
+"""Stages of training an indexer (docs/models.md): what each phase of a run trains, and columns of the metrics.
+
+"dense": attention sees all keys, and indexers are frozen. "indexer": all but the indexers is frozen, and they learn from attention to all
+keys. "joint": attention sees the chosen keys. What is frozen in a stage has no gradient when the optimizer steps, so that its weights
+and its optimizer state stay.
+
+L layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan.base.async_scalars import AsyncScalars
+from titan.base.untrusted import InputError
+from titan.data.base import TensorBatch
+from titan.observe.clock import Window
+from titan.parallel.init_weights import canonical_name
+from titan.run.hook import Hook, StepResult
+from titan.run.progress import RunProgress
+from titan.step.train_step import StepReport
+
+
+def set_up(parts: Sequence[nn.Module], config: Any) -> None:
+    """Set the indexer's loss and the first stage in the layers that choose their keys. An entry point of `titan.extensions`, step.NAME."""
+    from .sparse_attention import SparseAttention
+
+    section = config.sparse_attention
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, SparseAttention):
+                module.loss_coeff, module.stage = section.loss_coeff, section.stages[0]
+
+
+class IndexerStages(Hook):
+    """Stages of the phases, and the figures of indexers at logged steps.
+
+    Attributes:
+        layers: layers of this rank that choose their keys, by number.
+        parameters: parameters of this rank, and whether each is an indexer's.
+        measured: figures of the last step, if it was logged.
+    """
+
+    priority = 110
+
+    def __init__(self, trainer: RunProgress) -> None:
+        from .sparse_attention import SparseAttention
+
+        self.trainer, self.measured = trainer, None
+        self.stages = getattr(trainer.config, "sparse_attention").stages  # noqa: B009
+        self.layers: dict[int, SparseAttention] = {}
+        self.parameters: list[tuple[nn.Parameter, bool]] = []
+        for part in trainer.train_step.model_parts:
+            self.parameters += [(p, ".indexer." in n) for n, p in part.named_parameters()]
+            for name, module in part.named_modules():
+                if isinstance(module, SparseAttention):
+                    self.layers[int(canonical_name(name).split(".")[1])] = module
+        if len(self.stages) > len(trainer.phases):
+            raise InputError(
+                f"sparse_attention.stages names {len(self.stages)} stages, and the job has {len(trainer.phases)} phases"
+            )
+        trainer.train_step.call_with_gradients(self.freeze)
+
+    @property
+    def stage(self) -> str:
+        """Return the stage of the phase that runs."""
+        return self.stages[min(self.trainer.phase.number, len(self.stages)) - 1]
+
+    def start(self) -> None:
+        self.before_forward(())  # a validation may come first
+
+    def before_forward(self, batches: Sequence[TensorBatch]) -> None:
+        for module in self.layers.values():
+            module.stage, module.sums = self.stage, 0.0
+
+    def freeze(self) -> None:
+        """Remove the gradients of what the stage does not train."""
+        for parameter, is_indexer in self.parameters:
+            if self.stage != "joint" and is_indexer == (self.stage == "dense"):
+                parameter.grad = None
+
+    def updated(self, report: StepReport) -> None:
+        step, self.measured = self.trainer.train_step, None
+        if not self.trainer.logs_this_step:
+            return
+        # A stage of a pipeline fills the rows of its layers: loss, mass in the choice, and queries.
+        sums_L3 = torch.zeros(self.trainer.sizes.n_layers, 3, device=step.device)
+        for layer, module in self.layers.items():
+            sums_L3[layer] = torch.as_tensor(module.sums)
+        if step.groups.loss is not None:
+            dist.all_reduce(sums_L3, group=step.groups.loss)
+        step.sum_over_groups([sums_L3])
+        self.measured = AsyncScalars([sums_L3])
+
+    def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
+        if self.measured is None:
+            return {}
+        sums_L3 = torch.tensor(self.measured.values()).view(-1, 3)
+        layers = [layer for layer, sums in enumerate(sums_L3) if sums[2]]
+        if not layers:
+            return {}
+        means_L2 = sums_L3[layers, :2] / sums_L3[layers, 2:]
+        losses, recalls = ([round(v, 6) for v in means.tolist()] for means in means_L2.T)
+        return {
+            "indexer_loss": round(sum(losses) / len(losses), 6),
+            "indexer": {"layer": layers, "loss": losses, "recall": recalls},
+        }
+
+
+def hook(trainer: RunProgress) -> IndexerStages | None:
+    """Return the hook of a model whose layers choose their keys."""
+    return IndexerStages(trainer) if getattr(trainer.sizes, "index_width", 0) else None
