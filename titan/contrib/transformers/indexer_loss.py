@@ -25,27 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def add_indexer_loss(
-    out: Tensor,
-    scored: tuple[Any, ...],
-    target: tuple[Tensor, ...],
-    visible: Any,
-    sparse: Any,
-) -> Tensor:
-    """Return the output of attention, whose backward pass adds the indexer's gradients.
+class IndexerLoss(torch.autograd.Function):
+    """Identity on the output of attention, whose backward pass adds the indexer's gradients.
 
-    Args:
-        out: output of attention.
-        scored: queries (B, S, I, D), keys (B, T, D) and weights (B, S, I) or None of the indexer.
-        target: scaled queries and keys of attention, and the choice, without gradients.
-        visible: keys that the queries may see.
-        sparse: the layer's `SparseAttention`.
+    Its arguments are the output; queries (B, S, I, D), keys (B, T, D) and weights (B, S, I) or None of the indexer; scaled queries and
+    keys of attention and the choice, without gradients; the keys that the queries may see; and the layer's `SparseAttention`.
     """
-    return _IndexerLoss.apply(out, *scored, *target, visible, sparse)
-
-
-class _IndexerLoss(torch.autograd.Function):
-    """Identity on the output of attention."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *rest: Any) -> Tensor:

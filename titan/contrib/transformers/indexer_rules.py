@@ -21,7 +21,10 @@ def check_sparse_attention(config: JobConfig) -> Iterator[RuleViolation]:
     section, sizes = job.sparse_attention, config.model.known_sizes
     if not getattr(sizes, "index_width", 0):
         if section != SparseAttentionSection() and sizes.n_layers:
-            yield "stages", "the model has no indexer that titan knows; remove [sparse_attention]"
+            yield (
+                "stages",
+                "the model has no indexer that titan knows; remove [sparse_attention]",
+            )
         return
     # The job of a phase has no phases, but their lines.
     lines = config.source_map.locations

@@ -105,9 +105,9 @@ class IndexerStages(Hook):
         if not layers:
             return {}
         means_L2 = sums_L3[layers, :2] / sums_L3[layers, 2:]
-        losses, recalls = ([round(v, 6) for v in means.tolist()] for means in means_L2.T)
+        losses, recalls = means_L2.T.tolist()
         return {
-            "indexer_loss": round(sum(losses) / len(losses), 6),
+            "indexer_loss": sum(losses) / len(losses),
             "indexer": {"layer": layers, "loss": losses, "recall": recalls},
         }
 

@@ -44,7 +44,7 @@ from titan.parallel.ring import SequencePart
 from titan.parallel.traits import BlockTraits
 
 from .errors import UnsupportedModelError
-from .indexer_loss import add_indexer_loss
+from .indexer_loss import IndexerLoss
 
 _ROWS = 128  # queries at a time
 
@@ -164,11 +164,7 @@ class SparseAttention(SequenceModule):
     def visible(self, length: int, device: torch.device) -> Visible:
         """Return the keys that queries may see in the call that runs."""
         part, documents = self.part, self.documents
-        split: Any = partial(lambda x, dim: x)
-        if part is not None:
-            length *= part.size
-            where = {"rank": part.rank, "size": part.size, "balanced": part.balanced}
-            split = partial(shard_sequence, **where)
+        length *= 1 if part is None else part.size
         places_T = torch.arange(length, device=device)
         if isinstance(documents, DocumentMask):
             first_BT = documents.starts_BS  # share_document_mask asked `starts`
@@ -180,9 +176,14 @@ class SparseAttention(SequenceModule):
         blocks_BT = None
         if self.block > 1:
             blocks_BT = ((places_T - first_BT) % self.block == 0).cumsum(1) - 1
-        return Visible(
-            first_BT, split(places_T, dim=0), split(first_BT, dim=1), blocks_BT
-        )
+        positions_S, first_BS = places_T, first_BT
+        if part is not None:
+            rank, size, balanced = part.rank, part.size, part.balanced
+            positions_S, first_BS = (
+                shard_sequence(x, dim=x.ndim - 1, rank=rank, size=size, balanced=balanced)
+                for x in (places_T, first_BT)
+            )
+        return Visible(first_BT, positions_S, first_BS, blocks_BT)
 
     def score(self, q_BRID: Tensor, k_BTD: Tensor, w_BRI: Tensor | None) -> Tensor:
         """Return the indexer's scores of all keys, (B, G, R, T), in fp32."""
@@ -249,11 +250,15 @@ class SparseAttention(SequenceModule):
 
     def of_heads(self, x_BGRT: Tensor, heads: int) -> Tensor:
         """Return a mask of each choice as one of this rank's heads, (B, H, R, T) or (B, 1, R, T)."""
-        return x_BGRT if x_BGRT.shape[1] == 1 else x_BGRT[:, self.choices(x_BGRT.shape[1], heads)]
+        return (
+            x_BGRT if x_BGRT.shape[1] == 1 else x_BGRT[:, self.choices(x_BGRT.shape[1], heads)]
+        )
 
     def choices(self, number: int, heads: int) -> Tensor:
         """Return the number of the choice of each of this rank's heads, (H,)."""
-        is_part = heads < self.heads and self.tp is not None  # a model is tried with fewer heads
+        is_part = (
+            heads < self.heads and self.tp is not None
+        )  # a model is tried with fewer heads
         first = self.tp.get_local_rank() * heads if is_part else 0
         return (torch.arange(heads) + first) * number // self.heads
 
@@ -287,7 +292,7 @@ class SparseAttention(SequenceModule):
         if scored is None or not (torch.is_grad_enabled() and scored[0].requires_grad):
             return out
         target = q_BHSK.detach() * scale, k_BHTK.detach(), chosen_BGSN
-        return add_indexer_loss(out, scored, target, visible, self)
+        return IndexerLoss.apply(out, *scored, *target, visible, self)
 
 
 class _ChosenAttention(torch.autograd.Function):
@@ -316,7 +321,9 @@ class _ChosenAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad_BHSK,), (q_BHSK, *kv, chosen_BGSN) = grads, ctx.saved_tensors
         of_queries = []
-        sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in kv]
+        sums = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in kv
+        ]
         for rows in ctx.rest[0].chunks():
             own = [x.detach().requires_grad_() for x in (q_BHSK[:, :, rows], *kv)]
             with torch.enable_grad():
@@ -339,9 +346,7 @@ def _attend_rows(
     sparse: SparseAttention,
     scale: float,
 ) -> Tensor:
-    mask_BHRT = sparse.of_heads(
-        visible.chosen(chosen_BGSN[:, :, rows], rows), q_BHRK.shape[1]
-    )
+    mask_BHRT = sparse.of_heads(visible.chosen(chosen_BGSN[:, :, rows], rows), q_BHRK.shape[1])
     k_BHTK, v_BHTK = match_heads(q_BHRK, k_BHTK, v_BHTK, has_mask=True)
     is_grouped = q_BHRK.shape[1] != k_BHTK.shape[1]
     return F.scaled_dot_product_attention(
