@@ -51,7 +51,8 @@ class IndexerStages(Hook):
     def __init__(self, trainer: RunProgress) -> None:
         from .sparse_attention import SparseAttention
 
-        self.trainer, self.measured = trainer, None
+        self.trainer = trainer
+        self.measured: AsyncScalars | None = None
         self.stages = getattr(trainer.config, "sparse_attention").stages  # noqa: B009
         self.layers: dict[int, SparseAttention] = {}
         self.parameters: list[tuple[nn.Parameter, bool]] = []

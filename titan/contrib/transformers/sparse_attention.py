@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.parallel.block_attention import match_heads
@@ -312,7 +312,9 @@ class _ChosenAttention(torch.autograd.Function):
         ctx.save_for_backward(q_BHSK, k_BHTK, v_BHTK, chosen_BGSN)
         ctx.rest = visible, sparse, scale
         parts = [
-            _attend_rows(rows, q_BHSK[:, :, rows], k_BHTK, v_BHTK, chosen_BGSN, *ctx.rest)
+            _attend_rows(
+                rows, q_BHSK[:, :, rows], k_BHTK, v_BHTK, chosen_BGSN, visible, sparse, scale
+            )
             for rows in visible.chunks()
         ]
         return torch.cat(parts, dim=2)
@@ -327,7 +329,7 @@ class _ChosenAttention(torch.autograd.Function):
         for rows in ctx.rest[0].chunks():
             own = [x.detach().requires_grad_() for x in (q_BHSK[:, :, rows], *kv)]
             with torch.enable_grad():
-                out = _attend_rows(rows, *own, chosen_BGSN, *ctx.rest)
+                out = _attend_rows(rows, *own, chosen_BGSN, *ctx.rest)  # pyrefly: ignore[bad-argument-count]
             of_q, *of_kv = torch.autograd.grad(out, own, grad_BHSK[:, :, rows])
             of_queries.append(of_q)
             for total, part in zip(sums, of_kv, strict=True):
@@ -365,7 +367,7 @@ def prepare_sparse_attention(model: Any) -> None:
     """
     for block in model.layers.values():
         for name, module in [*block.named_modules()]:
-            indexer = getattr(module, "indexer", None)
+            indexer: Any = getattr(module, "indexer", None)
             kind = _INDEXERS.get(type(indexer).__name__)
             if kind is not None:
                 forward, of = kind

@@ -16,7 +16,6 @@ from tests.support.layouts import (
     ALWAYS,
     BOUND,
     RING,
-    ULYSSES,
     UNBALANCED,
     VOCABULARY,
     Layout,
@@ -29,7 +28,7 @@ from tests.support.layouts import (
 )
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
-from titan.contrib.transformers.indexer_section import SparseAttentionSection
+from titan.contrib.transformers.section import SparseAttentionSection
 from titan.contrib.transformers.sparse_attention import SparseAttention
 from titan.numerics.certify.steps import WHAT, micro_batches, record
 from titan.parallel import build_mesh, initialize

@@ -15,7 +15,6 @@ from tests.support.jobs import job as any_job
 from tests.support.runs import logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import Trainer, run_to_end
 from titan.checks.rules import check, check_to_run
-from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig
 
 STEPS = 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, row_of
+from tests.support.hf_families import LAYOUTS, PACKED, row_of
 from tests.support.ranks import Pool
 
 # GLM-5 in its layers that choose, and GLM-5.2 in those that read the choice of the layer before.

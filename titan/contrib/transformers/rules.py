@@ -12,7 +12,7 @@ from titan.config.layout import stage_split
 from titan.config.schema import JobConfig
 from titan.parallel.schedules import SplitError, splits_backward
 
-from .indexer_section import SparseAttentionSection
+from .section import SparseAttentionSection
 
 
 def check_sparse_attention(config: JobConfig) -> Iterator[RuleViolation]:
