@@ -29,7 +29,7 @@ class ExpertBiasBalancer:
 
     def __init__(self, moes: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
         self.counting, self.group = moes, group
-        self.moes = {name: moe for name, moe in moes.items() if hasattr(moe, "loads")}
+        self.moes = {name: moe for name, moe in moes.items() if "loads" in moe._buffers}
         self.loads: Tensor | None = None
 
     @classmethod

@@ -23,7 +23,7 @@ from titan.models.common.attention import InnerAttention
 from .errors import UnsupportedModelError
 from .fake_tensors import real_tensors
 from .interface import require_known
-from .sparse_attention import NO_MASK
+from .sparse_attention import NO_MASK, sparse_of
 
 RUN, PROBE = "titan", "titan_probe"
 _FAR = 2**20  # a position beyond every window
@@ -135,8 +135,7 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     # Scale, causality and window are in `inner_attention`; there is no dropout. transformers makes no mask for titan.
-    sparse = getattr(module, "sparse", None)
-    chosen = _take_choice(module, others)
+    sparse, chosen = sparse_of(module), _take_choice(module, others)
     given = {"attention_mask": None if attention_mask is NO_MASK else attention_mask, **others}
     require_known("attention", _name(module), rest, given)
     if sparse is not None:
@@ -149,7 +148,7 @@ def _attend(
 
 def _take_choice(module: Any, others: dict[str, Any]) -> Any:
     """Take the chosen keys out of the arguments of a layer that titan's sparse attention computes."""
-    names = ("indices", "block_indices") if hasattr(module, "sparse") else ()
+    names = ("indices", "block_indices") if sparse_of(module) is not None else ()
     found = [others.pop(name) for name in names if name in others]
     return found[0] if found else None
 

@@ -194,7 +194,7 @@ def small_job(certifier: Certifier) -> tuple[JobConfig, str]:
         **{"training.local_batch_size": 2, "training.global_batch_size": 2},
     }
     left_out, overrides = [], {}
-    if getattr(sizes, "index_width", 0):
+    if isinstance(sizes, TransformersConfig) and sizes.index_width:
         keys |= {"sparse_attention.stages": ["joint"], "sparse_attention.loss_coeff": 0.0}
         left_out.append("without the indexer's loss, which transformers does not have")
     if not isinstance(sizes, TransformersConfig):

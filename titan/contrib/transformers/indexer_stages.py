@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from titan.base.async_scalars import AsyncScalars
-from titan.base.untrusted import InputError
 from titan.data.base import TensorBatch
 from titan.observe.clock import Window
 from titan.parallel.init_weights import canonical_name
@@ -25,16 +24,8 @@ from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport
 
-
-def set_up(parts: Sequence[nn.Module], config: Any) -> None:
-    """Set the indexer's loss and the first stage in the layers that choose their keys. An entry point of `titan.extensions`, step.NAME."""
-    from .sparse_attention import SparseAttention
-
-    section = config.sparse_attention
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, SparseAttention):
-                module.loss_coeff, module.stage = section.loss_coeff, section.stages[0]
+from .config import TransformersConfig
+from .indexer_loss import drop_gradients
 
 
 class IndexerStages(Hook):
@@ -42,7 +33,8 @@ class IndexerStages(Hook):
 
     Attributes:
         layers: layers of this rank that choose their keys, by number.
-        parameters: parameters of this rank, and whether each is an indexer's.
+        of_indexers: parameters of this rank's indexers.
+        others: its other parameters.
         measured: figures of the last step, if it was logged.
     """
 
@@ -53,18 +45,18 @@ class IndexerStages(Hook):
 
         self.trainer = trainer
         self.measured: AsyncScalars | None = None
-        self.stages = getattr(trainer.config, "sparse_attention").stages  # noqa: B009
+        job: Any = trainer.config
+        self.stages = job.sparse_attention.stages
         self.layers: dict[int, SparseAttention] = {}
-        self.parameters: list[tuple[nn.Parameter, bool]] = []
+        self.of_indexers: list[nn.Parameter] = []
+        self.others: list[nn.Parameter] = []
         for part in trainer.train_step.model_parts:
-            self.parameters += [(p, ".indexer." in n) for n, p in part.named_parameters()]
+            for name, parameter in part.named_parameters():
+                is_indexer = ".indexer." in name
+                (self.of_indexers if is_indexer else self.others).append(parameter)
             for name, module in part.named_modules():
                 if isinstance(module, SparseAttention):
                     self.layers[int(canonical_name(name).split(".")[1])] = module
-        if len(self.stages) > len(trainer.phases):
-            raise InputError(
-                f"sparse_attention.stages names {len(self.stages)} stages, and the job has {len(trainer.phases)} phases"
-            )
         trainer.train_step.call_with_gradients(self.freeze)
 
     @property
@@ -77,13 +69,12 @@ class IndexerStages(Hook):
 
     def before_forward(self, batches: Sequence[TensorBatch]) -> None:
         for module in self.layers.values():
-            module.stage, module.sums = self.stage, 0.0
+            module.begin(self.stage)
 
     def freeze(self) -> None:
         """Remove the gradients of what the stage does not train."""
-        for parameter, is_indexer in self.parameters:
-            if self.stage != "joint" and is_indexer == (self.stage == "dense"):
-                parameter.grad = None
+        if self.stage != "joint":
+            drop_gradients(self.of_indexers if self.stage == "dense" else self.others)
 
     def updated(self, report: StepReport) -> None:
         step, self.measured = self.trainer.train_step, None
@@ -115,4 +106,6 @@ class IndexerStages(Hook):
 
 def hook(trainer: RunProgress) -> IndexerStages | None:
     """Return the hook of a model whose layers choose their keys."""
-    return IndexerStages(trainer) if getattr(trainer.sizes, "index_width", 0) else None
+    sizes = trainer.sizes
+    is_ours = isinstance(sizes, TransformersConfig) and sizes.index_width > 0
+    return IndexerStages(trainer) if is_ours else None

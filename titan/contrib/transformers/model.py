@@ -28,7 +28,7 @@ from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
 from .probe import fails, fails_in_parts, place_plain_modules, run_once
 from .recurrence import prepare_recurrences
-from .sparse_attention import SparseAttention, prepare_sparse_attention
+from .sparse_attention import SparseAttention, prepare_sparse_attention, sparse_of
 
 # Plans, and what models refuse, by source: a process builds a model several times, and trying takes three forward passes.
 _LAYOUTS: dict[ModelSource, tuple[dict[str, str], dict[str, str]]] = {}
@@ -269,7 +269,7 @@ def _sizes(
         if (call := part.attention) is not None:
             block, inner = _block_of(part.name), call.module.inner_attention
             windows[block] = inner.window
-            if (sparse := getattr(call.module, "sparse", None)) is not None:
+            if (sparse := sparse_of(call.module)) is not None:
                 windows[block] = sparse.keys * sparse.block
             heads[block] = HeadNumbers(call.heads, call.kv_heads, call.head_dim)
     of_experts = dict.fromkeys(model.layers, 0)

@@ -10,8 +10,9 @@ from typing import Any
 from titan.config.errors import RuleViolation
 from titan.config.layout import stage_split
 from titan.config.schema import JobConfig
-from titan.parallel.schedules import SplitError, splits_backward
+from titan.parallel.schedules import SplitError
 
+from .config import TransformersConfig
 from .section import SparseAttentionSection
 
 
@@ -19,7 +20,7 @@ def check_sparse_attention(config: JobConfig) -> Iterator[RuleViolation]:
     """Check the stages against the phases, the optimizer and the model, and where a pipeline is cut."""
     job: Any = config
     section, sizes = job.sparse_attention, config.model.known_sizes
-    if not getattr(sizes, "index_width", 0):
+    if not isinstance(sizes, TransformersConfig) or not sizes.index_width:
         if section != SparseAttentionSection() and sizes.n_layers:
             yield (
                 "stages",
@@ -39,17 +40,8 @@ def check_sparse_attention(config: JobConfig) -> Iterator[RuleViolation]:
         yield "loss_coeff", "is 0, and nothing would learn in the stage indexer; set it above 0"
     if {*stages} != {"joint"} and config.steps_in_backward:
         yield "stages", "freezes parameters; set optimizer.early_step_in_backward = false"
-    parallel = config.parallelism
-    if parallel.pipeline_parallel_degree == 1:
+    if config.parallelism.pipeline_parallel_degree == 1:
         return
-    if splits_backward(
-        parallel.pipeline_parallel_schedule, csv=parallel.pipeline_parallel_schedule_csv
-    ):
-        reason = "would compute the indexer's loss twice"
-        yield (
-            "parallelism.pipeline_parallel_schedule",
-            f"splits the backward pass, which {reason}; use 1F1B or Interleaved1F1B",
-        )
     kinds = json.loads(sizes.source.hf).get("indexer_types") or []
     modules: list[list[str]] = []
     with suppress(ValueError, SplitError):  # other rules report it

@@ -24,15 +24,15 @@ K head dim, N chosen tokens or blocks, R queries at a time
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.parallel.block_attention import match_heads
@@ -47,6 +47,13 @@ from .errors import UnsupportedModelError
 from .indexer_loss import IndexerLoss
 
 _ROWS = 128  # queries at a time
+
+
+@runtime_checkable
+class _HasLatents(Protocol):
+    """Attention module that makes keys and values from latents."""
+
+    expand_kv: Any
 
 
 class NoMask:
@@ -140,6 +147,10 @@ class SparseAttention(SequenceModule):
         self.width = width
         self.scale, self.loss_scale = scale, loss_scale
         self.route_sources: list[RouteSource] = []  # which keep the choice for a recomputation
+
+    def begin(self, stage: str) -> None:
+        """Begin a step of a stage: its sums are those of no query."""
+        self.stage, self.sums = stage, 0.0
 
     def hold(self, part: SequencePart) -> None:
         """Compute with the part of the sequence that this rank holds."""
@@ -238,7 +249,7 @@ class SparseAttention(SequenceModule):
         k_BTD = self.whole(k_BSD, 1)
         self.scored = q_BSID, k_BTD, w_BSI
         if self.stage == "dense":
-            return q_BSID.new_zeros(len(q_BSID), 1, q_BSID.shape[1], 1, dtype=torch.int32)
+            return q_BSID.new_zeros(1)  # attention sees all keys
         given = (source.get(self, q_BSID) for source in self.route_sources)
         chosen = next((ids for ids in given if ids is not None), None)
         if chosen is None:
@@ -293,6 +304,21 @@ class SparseAttention(SequenceModule):
             return out
         target = q_BHSK.detach() * scale, k_BHTK.detach(), chosen_BGSN
         return IndexerLoss.apply(out, *scored, *target, visible, self)
+
+
+def set_up(parts: Sequence[nn.Module], config: Any) -> None:
+    """Set the factor of the loss, and the first stage, in the layers that choose their keys. An entry point of `titan.extensions`, step.NAME."""
+    section = config.sparse_attention
+    for part in parts:
+        for module in modules_of(part, SparseAttention).values():
+            module.loss_coeff = section.loss_coeff
+            module.begin(section.stages[0])
+
+
+def sparse_of(module: nn.Module) -> SparseAttention | None:
+    """Return the `SparseAttention` of an attention module, or None if it does not choose keys."""
+    found = module._modules.get("sparse")
+    return found if isinstance(found, SparseAttention) else None
 
 
 class _ChosenAttention(torch.autograd.Function):
@@ -367,17 +393,18 @@ def prepare_sparse_attention(model: Any) -> None:
     """
     for block in model.layers.values():
         for name, module in [*block.named_modules()]:
-            indexer: Any = getattr(module, "indexer", None)
+            layer: Any = module
+            indexer: Any = module._modules.get("indexer")
             kind = _INDEXERS.get(type(indexer).__name__)
             if kind is not None:
                 forward, of = kind
-                indexer.__dict__["sparse"] = module.sparse = of(indexer)
+                indexer.__dict__["sparse"] = layer.sparse = of(indexer)
                 indexer.forward = MethodType(forward, indexer)
-            elif getattr(module, "skip_topk", False):
-                module.sparse = SparseAttention(keys=module.config.index_topk)
+            elif vars(module).get("skip_topk"):
+                layer.sparse = SparseAttention(keys=layer.config.index_topk)
             else:
                 continue
-            if hasattr(module, "expand_kv"):
+            if isinstance(module, _HasLatents):
                 module.expand_kv = MethodType(_expand, module)
             module.register_forward_pre_hook(_begin, with_kwargs=True)
             block.traits = _without(block, name.partition(".")[0])
@@ -389,7 +416,7 @@ def prepare_sparse_attention(model: Any) -> None:
 def _without(block: Any, attention: str) -> BlockTraits:
     """Return the traits of a block, of which attention is not compiled: it runs some queries at a time."""
     usual = BlockTraits(compiled=tuple(f"{name}.forward" for name, _ in block.named_children()))
-    traits = getattr(block, "traits", usual)
+    traits = vars(block).get("traits", usual)
     kept = [name for name in traits.compiled if name.partition(".")[0] != attention]
     return replace(traits, compiled=tuple(kept))
 

@@ -18,6 +18,7 @@ from tests.support.layouts import (
     RING,
     UNBALANCED,
     VOCABULARY,
+    ZERO_BUBBLE,
     Layout,
     cp,
     fsdp,
@@ -97,6 +98,8 @@ LAYOUTS = [
 # The others differ from GLM-5.2 in what an indexer scores, and in which heads share a choice.
 OTHERS = ("four micro-batches", "TP+SP, four micro-batches", "CP", "PP x CP", "CP x TP")
 ROWS = [("glm_moe_dsa", row) for row in LAYOUTS]
+# Stages of one layer, of which GLM-5.2 has none that reads another's choice.
+ROWS += [("deepseek_v32", Layout("PP, zero bubble", pp(2), 4, settings=ZERO_BUBBLE))]
 ROWS += [
     (kind, row)
     for kind in KINDS
@@ -114,7 +117,9 @@ def check(pool: Pool, layout: Layout, alone: dict[str, Any], section: dict[str, 
     for name, expected in alone["sums"].items():
         held = [result["sums"][name] for result in results if name in result["sums"]]
         for sums in held:
-            torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
+            # A schedule that splits the backward pass adds up each query twice.
+            means, alone_means = sums / sums[2], expected / expected[2]
+            torch.testing.assert_close(means, alone_means, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture(scope="module")

@@ -126,15 +126,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         "pipeline stage 1 would begin with layers.2, which reads the choice of layers.1: begin it with",
     ),
-    (
-        {
-            "parallelism": {
-                "pipeline_parallel_degree": 2,
-                "pipeline_parallel_schedule": "InterleavedZeroBubble",
-            }
-        },
-        "use 1F1B or Interleaved1F1B",
-    ),
 ]
 
 
@@ -142,8 +133,3 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     messages = [problem.message for problem in check(job(tmp_path, **changes))]
     assert any(words in message for message in messages), messages
-
-
-def test_stages_of_a_job_without_phases_are_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="3 stages"):
-        Trainer(job(tmp_path, phases=[]))
