@@ -148,9 +148,9 @@ def _attend(
 
 def _take_choice(module: Any, others: dict[str, Any]) -> Any:
     """Take the chosen keys out of the arguments of a layer that titan's sparse attention computes."""
-    names = ("indices", "block_indices") if sparse_of(module) is not None else ()
-    found = [others.pop(name) for name in names if name in others]
-    return found[0] if found else None
+    if sparse_of(module) is None:
+        return None
+    return others.pop("block_indices", others.pop("indices", None))
 
 
 def _name(module: nn.Module) -> str:

@@ -379,7 +379,7 @@ class EarliestOfEqual(TorchFunctionMode):
         if func is not Tensor.topk:
             return func(*args, **(kwargs or {}))
         x, k = args
-        values, order = (x + 0.0).sort(dim=-1, descending=True, stable=True)
+        values, order = x.sort(dim=-1, descending=True, stable=True)
         return torch.return_types.topk((values[..., :k], order[..., :k]))
 
 

@@ -42,7 +42,7 @@ class IndexerLoss(torch.autograd.Function):
     @staticmethod
     @torch.no_grad()
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, w, *target = ctx.saved_tensors
+        q, k, w, *target = ctx.saved_tensors  # once: a recomputation gives each tensor once
         scored = [x for x in (q, k, w) if x is not None]
         found = [torch.zeros_like(x, dtype=torch.float32) for x in scored]
         if ctx.sparse.stage != "dense" and ctx.sparse.loss_coeff:
@@ -59,7 +59,8 @@ def _add_gradients(
     q_BHSK, k_BHTK, chosen_BGSN = target
     if k_BHTK.shape[2] < visible.first_BT.shape[1]:
         k_BHTK = sparse.whole(k_BHTK, 2)
-    factor = sparse.loss_coeff / sparse.num_tokens / chosen_BGSN.shape[1]
+    number = chosen_BGSN.shape[1]
+    factor = sparse.loss_coeff / sparse.num_tokens / number
     for rows in visible.chunks():
         seen = visible.mask(rows)
         is_chosen = visible.chosen(chosen_BGSN[:, :, rows], rows)
@@ -67,14 +68,13 @@ def _add_gradients(
         p_BGRT, mass_BGR = _target(q_BHSK[:, :, rows], k_BHTK, seen, is_chosen, over, sparse)
         q, k, *w = (x.detach().requires_grad_() for x in _rows(scored, rows))
         with torch.enable_grad():
-            scores_BGRT = sparse.score(q, k, *(w or [None])) * sparse.loss_scale
+            scores_BGRT = sparse.score(q, k, *(w or [None]))
         log_q = scores_BGRT.detach().masked_fill(~over, -torch.inf).log_softmax(-1)
         grads = torch.autograd.grad(scores_BGRT, [q, k, *w], (log_q.exp() - p_BGRT) * factor)
         totals = _rows(found, rows)
         for total, grad in zip(totals, grads, strict=True):
             total += grad
         kl = (p_BGRT.xlogy(p_BGRT) - p_BGRT * log_q.masked_fill(~over, 0)).sum()
-        number = chosen_BGSN.shape[1]
         queries = torch.full_like(kl, mass_BGR.numel() / number)
         sums = torch.stack([kl / number, mass_BGR.sum() / number, queries])
         sparse.sums = sparse.sums + sums

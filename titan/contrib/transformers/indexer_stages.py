@@ -64,9 +64,6 @@ class IndexerStages(Hook):
         """Return the stage of the phase that runs."""
         return self.stages[min(self.trainer.phase.number, len(self.stages)) - 1]
 
-    def start(self) -> None:
-        self.before_forward(())  # a validation may come first
-
     def before_forward(self, batches: Sequence[TensorBatch]) -> None:
         for module in self.layers.values():
             module.begin(self.stage)
@@ -83,7 +80,7 @@ class IndexerStages(Hook):
         # A stage of a pipeline fills the rows of its layers: loss, mass in the choice, and queries.
         sums_L3 = torch.zeros(self.trainer.sizes.n_layers, 3, device=step.device)
         for layer, module in self.layers.items():
-            sums_L3[layer] = torch.as_tensor(module.sums)
+            sums_L3[layer] = module.sums
         if step.groups.loss is not None:
             dist.all_reduce(sums_L3, group=step.groups.loss)
         step.sum_over_groups([sums_L3])

@@ -3,7 +3,7 @@
 A small indexer scores every key for each query, and attention sees the best few (DeepSeek-V3.2, arXiv:2512.02556):
 
     tokens   I[t, s] = sum_h w[t, h] relu(qI[t, h] . kI[s] / sqrt(D)), the best `keys` tokens (DeepSeek-V3.2, GLM-5)
-    blocks   I[g, t, s] = qI[t, g] . kI[s] for each key/value head g, the best `keys` blocks by their largest score, where the last few
+    blocks   I[g, t, s] = qI[t, g] . kI[s] / sqrt(D) for each key/value head g, the best `keys` blocks by their largest score, where the last few
              blocks of the query are always among them (MiniMax M3)
 
 Equal scores are common, since relu gives zeros: of these, the earliest keys are chosen. A layer may read the choice of the layer before
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,13 +47,6 @@ from .errors import UnsupportedModelError
 from .indexer_loss import IndexerLoss
 
 _ROWS = 128  # queries at a time
-
-
-@runtime_checkable
-class _HasLatents(Protocol):
-    """Attention module that makes keys and values from latents."""
-
-    expand_kv: Any
 
 
 class NoMask:
@@ -112,7 +105,6 @@ class SparseAttention(SequenceModule):
         local: last blocks of a query that it always sees.
         width: channels of the indexer's queries, 0 for a layer without one.
         scale: factor of the indexer's dot products in its scores.
-        loss_scale: factor of the scores in the indexer's loss.
         stage: "joint": the layer is sparse. "dense", "indexer": it sees all keys.
         loss_coeff: factor of the indexer's loss.
         num_tokens: tokens of the global batch, which the step sets.
@@ -140,12 +132,10 @@ class SparseAttention(SequenceModule):
         block: int = 1,
         local: int = 0,
         scale: float = 1.0,
-        loss_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.keys, self.block, self.local = keys, block, local
-        self.width = width
-        self.scale, self.loss_scale = scale, loss_scale
+        self.keys, self.width, self.scale = keys, width, scale
+        self.block, self.local = block, local
         self.route_sources: list[RouteSource] = []  # which keep the choice for a recomputation
 
     def begin(self, stage: str) -> None:
@@ -191,18 +181,17 @@ class SparseAttention(SequenceModule):
         if part is not None:
             rank, size, balanced = part.rank, part.size, part.balanced
             positions_S, first_BS = (
-                shard_sequence(x, dim=x.ndim - 1, rank=rank, size=size, balanced=balanced)
+                shard_sequence(x, dim=-1, rank=rank, size=size, balanced=balanced)
                 for x in (places_T, first_BT)
             )
         return Visible(first_BT, positions_S, first_BS, blocks_BT)
 
     def score(self, q_BRID: Tensor, k_BTD: Tensor, w_BRI: Tensor | None) -> Tensor:
         """Return the indexer's scores of all keys, (B, G, R, T), in fp32."""
-        dots_BRIT = q_BRID.float() @ k_BTD.float().mT[:, None]
-        if w_BRI is None:
-            return dots_BRIT.transpose(1, 2)
-        dots_BRIT = F.relu(dots_BRIT * self.scale)
-        return (w_BRI[:, :, None] @ dots_BRIT).transpose(1, 2)
+        dots_BRIT = q_BRID.float() @ k_BTD.float().mT[:, None] * self.scale
+        if w_BRI is not None:
+            dots_BRIT = w_BRI[:, :, None] @ F.relu(dots_BRIT)
+        return dots_BRIT.transpose(1, 2)
 
     @torch.no_grad()
     def choose(
@@ -250,8 +239,9 @@ class SparseAttention(SequenceModule):
         self.scored = q_BSID, k_BTD, w_BSI
         if self.stage == "dense":
             return q_BSID.new_zeros(1)  # attention sees all keys
-        given = (source.get(self, q_BSID) for source in self.route_sources)
-        chosen = next((ids for ids in given if ids is not None), None)
+        chosen: Any = None
+        for source in self.route_sources:
+            chosen = source.get(self, q_BSID) if chosen is None else chosen
         if chosen is None:
             visible = self.visible(q_BSID.shape[1], q_BSID.device)
             chosen = self.choose(q_BSID, k_BTD, w_BSI, visible)
@@ -300,7 +290,7 @@ class SparseAttention(SequenceModule):
             out = _ChosenAttention.apply(*tensors, visible, self, scale)
         else:
             out = inner(q_BHSK, k_BHTK, v_BHTK, self.documents)
-        if scored is None or not (torch.is_grad_enabled() and scored[0].requires_grad):
+        if scored is None or not scored[0].requires_grad:  # frozen, or in an evaluation
             return out
         target = q_BHSK.detach() * scale, k_BHTK.detach(), chosen_BGSN
         return IndexerLoss.apply(out, *scored, *target, visible, self)
@@ -404,8 +394,8 @@ def prepare_sparse_attention(model: Any) -> None:
                 layer.sparse = SparseAttention(keys=layer.config.index_topk)
             else:
                 continue
-            if isinstance(module, _HasLatents):
-                module.expand_kv = MethodType(_expand, module)
+            if "expand_kv" in dir(layer):
+                layer.expand_kv = MethodType(_expand, module)
             module.register_forward_pre_hook(_begin, with_kwargs=True)
             block.traits = _without(block, name.partition(".")[0])
     kinds = {type(module) for module in modules_of(model, SequenceModule).values()}
@@ -477,8 +467,11 @@ def _index_blocks(
 
 
 def _of_tokens(indexer: Any) -> SparseAttention:
-    scale, width = indexer.head_dim**-0.5, indexer.wq_b.out_features
-    return SparseAttention(keys=indexer.index_topk, width=width, scale=scale)
+    return SparseAttention(
+        keys=indexer.index_topk,
+        width=indexer.wq_b.out_features,
+        scale=indexer.head_dim**-0.5,
+    )
 
 
 def _of_blocks(indexer: Any) -> SparseAttention:
@@ -487,7 +480,7 @@ def _of_blocks(indexer: Any) -> SparseAttention:
         width=indexer.q_proj.out_features,
         block=indexer.block_size,
         local=indexer.local_blocks,
-        loss_scale=indexer.head_dim**-0.5,
+        scale=indexer.head_dim**-0.5,
     )
 
 

@@ -20,7 +20,7 @@ from titan.models.common.attention import InnerAttention
 B, S, H, K, V = 2, 23, 4, 6, 5
 IDS = torch.tensor([[0] * 9 + [1] + [2] * 13, [0] * 23])
 TOKENS: dict[str, Any] = {"keys": 5, "scale": 8**-0.5}
-BLOCKS: dict[str, Any] = {"keys": 2, "block": 3, "local": 1, "loss_scale": 8**-0.5}
+BLOCKS: dict[str, Any] = {"keys": 2, "block": 3, "local": 1, "scale": 8**-0.5}
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -162,7 +162,7 @@ def test_loss_of_the_indexer(kind: dict[str, Any], ids: Tensor | None, stage: st
     summed = probs.unflatten(1, (number, -1)).sum(2)
     p = summed / summed.sum(-1, keepdim=True)
     # The softmax of scores has the scale of the indexer's head dim, and not of attention's.
-    logits = scores * kind.get("loss_scale", 1.0)
+    logits = scores * (kind["scale"] if "block" in kind else 1.0)
     log_q = logits.masked_fill(~over, -torch.inf).log_softmax(-1)
     kl = torch.where(p > 0, p * (p.log() - log_q), 0.0).sum() / number
     (0.25 / 1000 * kl).backward()
