@@ -15,7 +15,9 @@ from tests.support.hf_sizes import families, overrides_of
 from tests.support.layouts import (
     ALWAYS,
     BOUND,
+    GLOBAL_BATCH,
     RING,
+    SEQUENCE,
     UNBALANCED,
     VOCABULARY,
     ZERO_BUBBLE,
@@ -72,6 +74,10 @@ def train(layout: Layout, section: dict[str, Any]) -> dict[str, Any]:
         for name, module in part.named_modules()
         if isinstance(module, SparseAttention)
     }
+    for name, module in step.balance.counting.items():
+        if isinstance(module, SparseAttention):
+            assert module.num_tokens == GLOBAL_BATCH * SEQUENCE, name
+    assert sums.keys() <= step.balance.counting.keys()
     for part in sums.values():
         if step.groups.tokens is not None and part.ndim:
             torch.distributed.all_reduce(part, group=step.groups.tokens)
@@ -149,3 +155,16 @@ def test_over_all_keys_too(kind: str, layout: Layout, alone: Any, pool: Pool) ->
     section = {**LEARNS, "stages": ["indexer"]}
     model, expected = alone(kind, section)
     check(pool, replace(layout, model=model), expected, section)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rest_of_the_model_is_not_trained_by_the_loss(kind: str, alone: Any) -> None:
+    """Nor is an indexer trained by anything else, and its gradients are zeros then, and not missing."""
+    (_, learns), (_, without) = (alone(kind, {"loss_coeff": value}) for value in (1.0, 0.0))
+    assert learns["gradients"].keys() == without["gradients"].keys()
+    for name, gradient in without["gradients"].items():
+        other = learns["gradients"][name]
+        if ".indexer." in name:
+            assert other.any() and not gradient.any(), name
+        else:
+            assert torch.equal(gradient, other), name
