@@ -36,6 +36,13 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    # Indexers: fewer keys than a document of the tests has
+    "index_topk": 6,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
+    "index_local_blocks": 1,
     # Linear attention
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -71,6 +78,8 @@ SMALL: dict[str, Any] = {
 }
 # Layers of both kinds among few. None: the class's own value.
 LAYERS: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 3},
     "kimi_linear": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
     "bamba": {"attn_layer_indices": [3]},
     "granitemoehybrid": {"layer_types": ["mamba"] * 3 + ["attention"]},

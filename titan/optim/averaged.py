@@ -50,14 +50,14 @@ class AveragingOptimizer(Protocol):
 
 @door("step")
 class BuildAverage(Protocol):
-    """Function that builds the average that a job asks for, or returns None."""
+    """Function that builds the average that a job asks for, or returns None. It may set up the model's parts by the job, too."""
 
     def __call__(self, parts: Sequence[nn.Module], config: JobConfig, /) -> Average | None: ...
 
 
 def build_average(parts: Sequence[nn.Module], config: JobConfig) -> Average | None:
     """Return the average that a job asks for, or None."""
-    built = (build(parts, config) for build in parts_of(BuildAverage))
+    built = [build(parts, config) for build in parts_of(BuildAverage)]
     return next(filter(None, built), None)
 
 

@@ -21,13 +21,15 @@ class ExpertBiasBalancer:
     """Balancer of the MoE modules of this rank.
 
     Attributes:
-        moes: modules by name.
+        counting: modules with terms of the global batch, by name: also indexers of sparse attention.
+        moes: those of them with experts.
         group: ranks that hold different tokens of a step. None: no sum over ranks.
         loads: loads of the last step that ended, over all ranks, (layers, E) int64.
     """
 
     def __init__(self, moes: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
-        self.moes, self.group = dict(moes), group
+        self.counting, self.group = moes, group
+        self.moes = {name: moe for name, moe in moes.items() if "loads" in moe._buffers}
         self.loads: Tensor | None = None
 
     @classmethod
@@ -49,7 +51,7 @@ class ExpertBiasBalancer:
             num_sequences: sequences of the global batch, over the scale of the loss.
             num_tokens: tokens of the global batch, over the scale of the loss.
         """
-        for moe in self.moes.values():
+        for moe in self.counting.values():
             moe.num_sequences, moe.num_tokens = num_sequences, num_tokens
 
     @torch.no_grad()

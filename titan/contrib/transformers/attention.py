@@ -23,6 +23,7 @@ from titan.models.common.attention import InnerAttention
 from .errors import UnsupportedModelError
 from .fake_tensors import real_tensors
 from .interface import require_known
+from .sparse_attention import NO_MASK, sparse_of
 
 RUN, PROBE = "titan", "titan_probe"
 _FAR = 2**20  # a position beyond every window
@@ -134,11 +135,22 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     # Scale, causality and window are in `inner_attention`; there is no dropout. transformers makes no mask for titan.
-    given = {"attention_mask": attention_mask, **others}
+    sparse, chosen = sparse_of(module), _take_choice(module, others)
+    given = {"attention_mask": None if attention_mask is NO_MASK else attention_mask, **others}
     require_known("attention", _name(module), rest, given)
+    if sparse is not None:
+        out_BHSK = sparse.attend(module.inner_attention, q_BHSK, k_BGSK, v_BGSK, chosen)
+        return out_BHSK.transpose(1, 2).contiguous(), None
     sinks = () if s_aux is None else (s_aux,)
     out_BHSK = module.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, *sinks)
     return out_BHSK.transpose(1, 2).contiguous(), None
+
+
+def _take_choice(module: Any, others: dict[str, Any]) -> Any:
+    """Take the chosen keys out of the arguments of a layer that titan's sparse attention computes."""
+    if sparse_of(module) is None:
+        return None
+    return others.pop("block_indices", others.pop("indices", None))
 
 
 def _name(module: nn.Module) -> str:
@@ -161,6 +173,8 @@ def _record(
 ) -> tuple[Tensor, None]:
     assert _probe is not None
     name = _name(module)
+    if _take_choice(module, others) is not None:
+        module.sparse.heads, module.sparse.scored = q_BHSK.shape[1], None
     require_known("attention", name, rest, others)
     if dropout:
         raise UnsupportedModelError(

@@ -67,9 +67,10 @@ class TransformersConfig(MoEConfig):
         experts_of_blocks: number of parameters of each block's routed experts.
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         recurrent_flops: operations of all linear recurrences for one token, forward.
+        index_width: channels of the queries of all indexers.
         reach: tokens before a token that a short convolution needs.
         heads_of_blocks: attention heads of each block. n_heads and n_kv_heads are those of the block with most.
-        windows: window of each block, 0 for none, 1 for a block without attention.
+        windows: keys that a query of each block sees, by a window or a choice, 0 for all, 1 for a block without attention.
         refuses: techniques that the model cannot have, each with the reason.
         table_positions: positions that the model has in a table. 0: any number.
     """
@@ -84,6 +85,7 @@ class TransformersConfig(MoEConfig):
     heads_of_blocks: tuple[HeadNumbers, ...]
     windows: tuple[int, ...]
     recurrent_flops: int = 0
+    index_width: int = 0
     reach: int = 0
     refuses: tuple[tuple[str, str], ...] = ()
     table_positions: int = 0
@@ -157,4 +159,6 @@ class TransformersConfig(MoEConfig):
             causal: count only the pairs of queries and keys that a causal mask leaves.
         """
         products = 6 * self.matmul_params + 3 * self.recurrent_flops
+        # An indexer scores all keys, once in each direction, where attention computes two products.
+        products += 6 * self.index_width * (seq_len // 2 if causal else seq_len)
         return products + self.attention_flops_per_token(seq_len, causal=causal)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.parallel.module_kinds import modules_of
+
 from . import attention, experts
 from .adopt import Ends, adopt
 from .build import Init, build, fill
@@ -26,6 +28,7 @@ from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
 from .probe import fails, fails_in_parts, place_plain_modules, run_once
 from .recurrence import prepare_recurrences
+from .sparse_attention import SparseAttention, prepare_sparse_attention, sparse_of
 
 # Plans, and what models refuse, by source: a process builds a model several times, and trying takes three forward passes.
 _LAYOUTS: dict[ModelSource, tuple[dict[str, str], dict[str, str]]] = {}
@@ -81,6 +84,7 @@ class TransformersModel(nn.Module):
         for name in expert_modules:
             block: Any = self.layers[_block_of(name)]
             block.traits = experts.traits_of_experts(block)
+        prepare_sparse_attention(self)
         probe = run_once(self)
         ends = _by_use(ends, probe)
         shared = place_plain_modules(self, probe, ends.last)
@@ -265,6 +269,8 @@ def _sizes(
         if (call := part.attention) is not None:
             block, inner = _block_of(part.name), call.module.inner_attention
             windows[block] = inner.window
+            if (sparse := sparse_of(call.module)) is not None:
+                windows[block] = sparse.keys * sparse.block
             heads[block] = HeadNumbers(call.heads, call.kv_heads, call.head_dim)
     of_experts = dict.fromkeys(model.layers, 0)
     share: dict[Any, float] = {}  # of a parameter's numbers that act on one token
@@ -299,6 +305,7 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.values()),
         matmul_params=int(matmuls) + output.weight.numel(),
         recurrent_flops=sum(part.recurrence or 0 for part in probe),
+        index_width=sum(sparse.width for sparse in modules_of(model, SparseAttention).values()),
         heads_of_blocks=tuple(heads.values()),
         windows=tuple(windows.values()),
         table_positions=_table_positions(model),

@@ -19,6 +19,7 @@ from titan.parallel.tensor import style_names
 
 from .config import FIELDS
 from .errors import WrongKeyError, hint
+from .sparse_attention import sparse_of
 
 Styles = dict[str, str]
 """Styles of modules, by name or pattern."""
@@ -238,6 +239,10 @@ class _Plan:
         own = self.parts[name]
         call, (queries, keys, values) = attention.attention, attention.roles
         own_parameters = dict(own.module.named_parameters(recurse=False))
+        indexer = f"{name}.indexer"
+        if sparse_of(own.module) and any(n.startswith(indexer) for n in inside):
+            self._put(indexer, "replicated")  # all of it, since each rank chooses for all heads
+            inside = {n: m for n, m in inside.items() if not n.startswith(indexer)}
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
                 raise _Underivable(

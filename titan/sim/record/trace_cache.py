@@ -51,6 +51,7 @@ _PROGRAM = (
     "compile",
     "quantize",
     "moe",
+    "sparse_attention",  # of an optional part
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
@@ -80,7 +81,9 @@ class TraceRequest:
         config, layout = self.config, self.layout
         training = config.training
         shape: dict[str, Any] = {
-            name: getattr(config, name).model_dump(mode="json") for name in _PROGRAM
+            name: getattr(config, name).model_dump(mode="json")
+            for name in _PROGRAM
+            if hasattr(config, name)
         }
         # Two replicas stand for any number: `remap_ranks` moves a trace to another number of them.
         shape["layout"] = str(replace(layout, dp_replicate=min(layout.dp_replicate, 2)))
