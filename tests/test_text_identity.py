@@ -1,4 +1,4 @@
-"""Weights, tokenizer and data belong together: what a resume, a start from other weights and an average refuse or say."""
+"""Weights, tokenizer and data belong together: what a resume and a start from other weights refuse or say."""
 
 from __future__ import annotations
 
@@ -207,19 +207,3 @@ def test_steps_of_older_versions_are_accepted(made: Path, tmp_path: Path) -> Non
         del saved["text"]
         file.write_text(json.dumps(saved))
     train(config(folder, steps=3, checkpoint={"verify": "off"}))
-
-
-def test_steps_of_two_tokenizers_have_no_mean(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = {"path": str(made / "other")}
-    train(config(made, steps=2, run=tmp_path / "run", tokenizer=other))
-    steps = [str(folder / "run" / "checkpoint" / "step-2") for folder in (made, tmp_path)]
-    assert titan(["average", *steps, "--output", str(tmp_path / "mean")]) == 2
-    said = capsys.readouterr().err
-    assert (
-        all(step in said for step in steps) and "weights of two tokenizers have no mean" in said
-    )
-    assert titan(["average", steps[0], steps[0], "--output", str(tmp_path / "mean")]) == 0
-    mean = json.loads((tmp_path / "mean" / "checkpoint" / "step-2" / "titan.json").read_text())
-    assert mean["text"]["tokenizer"]["vocab_size"] == 336

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.conftest import make_texts, write_jsonl
 from tests.support.commands import command
 from tests.support.fineweb_edu import write_files
 from tests.support.loaders import build_loader, build_validation_loader
@@ -27,6 +28,7 @@ from titan.data.sources import in_validation
 from titan.data.tokenizer import bytes_tokenizer
 
 main = command("prepare")
+SCRIPT = Path(__file__).parents[2] / "examples/cluster/prepare.sbatch"
 
 
 def prepare(output: Path, corpus: Path, *options: str) -> int:
@@ -74,6 +76,28 @@ def test_shards_hold_every_document_in_order(prepared: Path, texts: list[str]) -
         ]
     assert len(index["splits"]["train"]) > 5
     assert all(shard["tokens"] <= 5000 for shard in index["splits"]["train"])
+
+
+def test_the_array_of_the_examples(tmp_path: Path) -> None:
+    """The script as a shell runs it for each task, with other text: every document is in the shards of one task."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(5):
+        write_jsonl(tmp_path / f"corpus/{number}.jsonl", make_texts(40, seed=number))
+    text = SCRIPT.read_text()
+    assert "--array=0-7 " in text and "\nPARTS=8\n" in text
+    text = text.replace("*.jsonl.gz", "*.jsonl").replace("=8", "=2")
+    text = text.replace("assets/llama3", "bytes").replace("titan prepare", '"$@" prepare')
+    for number in (1, 0):
+        environment = os.environ | {"SLURM_ARRAY_TASK_ID": str(number)}
+        titan = [sys.executable, "-m", "titan.cli"]
+        subprocess.run(
+            ["bash", "-c", text, "", *titan], env=environment, cwd=tmp_path, check=True
+        )
+        tokens = np.fromfile(
+            tmp_path / f"shards/{number}/train-00000.bin", dtype="<u2"
+        ).tolist()
+        own = [text for file in range(number, 5, 2) for text in make_texts(40, seed=file)]
+        assert tokens == [token for text in own for token in (256, *text.encode(), 257)]
 
 
 def test_any_number_of_workers_gives_the_same_bytes(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -436,21 +436,6 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
             f'set {fix}, or, to train other embeddings on purpose, checkpoint.exclude_from_loading = ["tokenizer"]'
         )
     return ""
-
-
-def require_one_tokenizer(steps: Sequence[Location]) -> None:
-    """Check that steps were trained with the same tokenizer.
-
-    Raises:
-        InputError: two tokenizers differ.
-    """
-    known = [(step, of) for step in steps if (of := saved_facts(step).get("tokenizer"))]
-    for step, saved in known:
-        if saved.get("identity") != known[0][1].get("identity"):
-            raise InputError(
-                f"{step} has the tokenizer {_named(saved)}, and {known[0][0]} has {_named(known[0][1])}: "
-                "weights of two tokenizers have no mean"
-            )
 
 
 def text_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

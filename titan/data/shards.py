@@ -126,8 +126,8 @@ def unfinished_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def write_index(file: Path, index: BaseModel) -> None:
-    """Write an index (or a file of a share) so that a reader sees the old content or the new content, even after a crash."""
+def write_index(file: Path, index: Index) -> None:
+    """Write an index so that a reader sees the old content or the new content, even after a crash."""
     of_shards = {split: {"__all__": {"unread"}} for split in SPLITS}
     left_out = {"open": True, "place": True, "splits": of_shards}
     left_out = left_out if file.name == INDEX else None

@@ -31,7 +31,6 @@ from titan.data.reading import (
     Document,
     Meter,
     Reader,
-    open_parquet,
     pieces_of,
     read_csv,
     read_files,
@@ -84,9 +83,6 @@ class Documents:
     position: Callable[[], int] = lambda: 0
     """Returns the number of these bytes that have been read."""
     place: Callable[[], tuple[int, ...]] = lambda: ()
-    places: Callable[[int], Iterator[tuple[tuple[int, ...], int]]] | None = None
-    """Returns the places from which reading can begin, in order, each with its bytes. A Parquet file of more bytes than the
-    argument has a place for each row group, and another file has one. None: reading can only begin at the start."""
     try_first: Callable[[], None] = lambda: None
     """Reads the first documents of the first files. Raises DataError if they are not of the expected kind."""
     unread: str = ""
@@ -183,14 +179,6 @@ def _from_files(
         for file in found[:_TRIED_FILES]:
             deque(islice(documents([file], Meter()), _TRIED_DOCUMENTS), 0)
 
-    def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        for number, (file, (_, stat)) in enumerate(zip(found, stats, strict=True)):
-            groups = 1
-            if stat.st_size > least and files.ending_of(file) in files.PARQUET:
-                with open_parquet(file) as table:
-                    groups = max(1, table.num_row_groups)
-            yield from (((number, group), stat.st_size // groups) for group in range(groups))
-
     return Documents(
         name=f"{kind} ({len(found):,} file{'s' * (len(found) != 1)}{left_out})",
         identity=[
@@ -202,7 +190,6 @@ def _from_files(
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
         place=lambda: (meter.file, meter.group),
-        places=places,
         try_first=try_first,
         unread=left_out,
     )

@@ -19,6 +19,7 @@ from .extension import sim_extensions
 from .price.profiles import Profile, load_profile
 from .report.text import (
     job_parser,
+    other_groups,
     page,
     require_writable,
     say,
@@ -26,6 +27,8 @@ from .report.text import (
 from .search.auto import resolve
 
 if TYPE_CHECKING:
+    from titan.config.schema import JobConfig
+
     from .simulate import Facts, StepSimulation
 
 
@@ -137,8 +140,10 @@ def _simulate(options: Namespace, job: list[str]) -> int:
         for overlay in ([], *([file] for file in options.phase))
     )
 
-    for extension in sim_extensions():
-        extension.check(options, config)
+    if options.run and config.groups.enable:
+        raise mistake(
+            "--run", "does not know replica groups; add --fault_tolerance.enable=false"
+        )
 
     # torch comes with these imports, so the config's mistakes are reported before.
     from .report.measured import compare
@@ -161,8 +166,6 @@ def _simulate(options: Namespace, job: list[str]) -> int:
         parts = simulate_phases(config, **how)
         simulation, more = parts[0][1], ""
         figures = facts(simulation) | {"phases": phase_rows(parts)}
-        for extension in sim_extensions():
-            figures |= extension.facts(simulation, **how)
         if run:
             figures["measured"] = compare(simulation, run)
         if options.run:
@@ -220,6 +223,7 @@ def _sweep(options: Namespace, job: list[str]) -> int:
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}
+    jobs: list[JobConfig] = []
     known = known_options(_parser())
     for text in options.sweep:
         key, _, values = text.partition("=")
@@ -234,7 +238,7 @@ def _sweep(options: Namespace, job: list[str]) -> int:
                 if not value.isdecimal() or not int(value):
                     raise mistake("--sweep", f"'{text}': expected numbers of at least 1")
                 continue
-            load_from_argv([*job, f"--{key}={value}"], options=known)
+            jobs.append(load_from_argv([*job, f"--{key}={value}"], options=known))
     profiles: dict[str, Profile] = {}
     for profile in map(load_profile, options.hardware.split(",")):
         if profiles.setdefault(profile.name, profile) != profile:
@@ -243,7 +247,7 @@ def _sweep(options: Namespace, job: list[str]) -> int:
             )
             raise mistake("--hardware", message)
     # Report mistakes of the job itself before thousands of variants.
-    load_from_argv(job, options=known)
+    jobs.append(load_from_argv(job, options=known))
     start = time.monotonic()
     variants = simulate_variants(
         job,
@@ -255,6 +259,7 @@ def _sweep(options: Namespace, job: list[str]) -> int:
     )
     say("")
     if not put_json([asdict(variant) for variant in variants], options.json, indent=None):
-        print(table(variants))
+        groups = other_groups(max(one.groups.num_groups for one in jobs))
+        print(table(variants), *groups, sep="\n")
         print(f"simulated in {time.monotonic() - start:.1f} s")
     return 0

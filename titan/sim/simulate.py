@@ -331,6 +331,7 @@ def facts(simulation: Simulation) -> Facts:
         **common,
         "document_keys": known_keys,
         "layout": str(simulation.layout),
+        "replica_groups": config.groups.num_groups,
         "sequences_at_once": parallel.pipeline_parallel_microbatch_size
         if simulation.layout.pp > 1
         else config.training.local_batch_size,

@@ -2,11 +2,9 @@
 
     titan prepare --input corpus/*.jsonl.gz --tokenizer assets/llama3 --output shards --workers 32
     titan prepare --dataset fineweb-edu --tokenizer assets/llama3 --output shards --validation-fraction 0.001
-    titan prepare --input 'corpus/*.parquet' --tokenizer assets/llama3 --output shards --share 3 50
 
 It may be interrupted in any way, and the same command continues. The result depends neither on
-interruptions nor on the number of workers and shares. titan/data/writer.py does the work of one process. An entry point
-prepare.NAME of `titan.extensions` is a class that does that of a share.
+interruptions nor on the number of workers. titan/data/writer.py does the work.
 """
 
 from __future__ import annotations
@@ -16,11 +14,9 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from titan.base.hardware import require_memory, usable_cores
-from titan.config.options import add_quiet, positive, whole
-from titan.config.plug_ins import door, require_part
+from titan.config.options import add_quiet, whole
 from titan.config.schema import Section, source_of
 from titan.data import DataError
 from titan.data.cache import display, exclusive
@@ -66,15 +62,6 @@ def open_all(sections: Sequence[Section]) -> Documents:
             yield from part.read(*place)
             place = ()
 
-    def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        for number, part in enumerate(parts):
-            if part.places is None:
-                raise DataError(
-                    f"{part.name} is read as one stream, which has no shares: download its files (hf download), and name "
-                    "them as --input, or prepare without --share"
-                )
-            yield from (((number, *place), size) for place, size in part.places(least))
-
     return Documents(
         name=", ".join(part.name for part in parts),
         identity=[part.identity for part in parts],
@@ -82,7 +69,6 @@ def open_all(sections: Sequence[Section]) -> Documents:
         num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
         position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
         place=lambda: (here, *parts[here].place()),
-        places=places,
     )
 
 
@@ -108,43 +94,8 @@ def _summary(folder: Path, index: Index, unread: list[str]) -> str:
     return "\n".join(lines)
 
 
-class SharedPreparation(Protocol):
-    """Preparation of a text in shares."""
-
-    def write(self, share: int, shares: int, *, workers: int) -> str | None:
-        """Tokenize a share, unless it is done.
-
-        Args:
-            share: number of the share, from 1.
-            shares: number of all shares.
-            workers: number of processes that tokenize.
-
-        Returns:
-            A line that says what is left to do, or None if all shares are done.
-        """
-        ...
-
-    def join(self) -> Index:
-        """Join the shares to shards, unless that is done."""
-        ...
-
-
-@door("prepare")
-class DivideText(Protocol):
-    """Function that divides the preparation of a text into shares."""
-
-    def __call__(
-        self, documents: Documents, spec: TokenizationSpec, folder: Path, shard_tokens: int, /
-    ) -> SharedPreparation: ...
-
-
 def _prepare(arguments: Namespace) -> str:
-    """Write the shards, or a share of them. Return a summary."""
-    share = arguments.share
-    if share and share[0] > share[1]:
-        raise DataError(
-            f"--share {share[0]} {share[1]}: shares are numbered from 1 to {share[1]}"
-        )
+    """Write the shards. Return a summary."""
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
     documents, folder, template = _open(arguments), arguments.output, None
     if arguments.messages_key:
@@ -160,24 +111,16 @@ def _prepare(arguments: Namespace) -> str:
     workers = arguments.workers or usable_cores()
     if arguments.workers:
         require_memory("--workers", workers)
-    if share or (folder / "parts/plan.json").is_file():
-        missing = "no installed part divides a preparation into shares"
-        divide = require_part(DivideText, key="--share", missing=missing)
-        shares = divide(documents, spec, folder, arguments.shard_tokens)
-        if share and (left := shares.write(*share, workers=workers)):
-            return left
-        index = shares.join()
-    else:
-        # One process at a time writes into a folder. A second process waits, and then finds the shards complete.
-        with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
-            index = write_shards(
-                documents,
-                folder=folder,
-                workers=workers,
-                report=report,
-                spec=spec,
-                shard_tokens=arguments.shard_tokens,
-            )
+    # One process at a time writes into a folder. A second process waits, and then finds the shards complete.
+    with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
+        index = write_shards(
+            documents,
+            folder=folder,
+            workers=workers,
+            report=report,
+            spec=spec,
+            shard_tokens=arguments.shard_tokens,
+        )
     if not index.splits["train"]:
         raise DataError(f"{documents.name} holds no documents to train on")
     return _summary(folder, index, [f"  {line}" for line in tokenizer.unread])
@@ -187,8 +130,6 @@ def main(argv: list[str]) -> int:
     """Run `titan prepare` with its arguments. Return the exit code."""
     tokens = partial(whole, least=1, digits=12)
     parser = parser_of("prepare", tokens=tokens, fraction=_fraction)
-    help_ = "do the I-th of N shares, which may run on other hosts; the last one joins them"
-    parser.add_argument("--share", nargs=2, type=positive, metavar=("I", "N"), help=help_)
     add_quiet(parser)
     arguments = parser.parse_args(argv)
     try:

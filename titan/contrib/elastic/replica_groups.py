@@ -28,7 +28,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -47,11 +47,11 @@ from .healing import Healing
 from .launch_groups import LOCAL
 from .process_group import connect_groups, group_name
 from .section import GroupsSection
-from .tensor_lists import in_buckets
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
 _RETRY_S = 5  # how long a quorum is waited for at a time
 _MOST_BYTES = 2**16  # of a group's name, text and status
+_BUCKET_ELEMENTS = 2**24  # of a sum
 _MOST_FAILURES = 2  # in a row, of a group that would join the others
 
 # Status of a rank, a group, or all groups after a quorum. The worst status counts.
@@ -340,7 +340,7 @@ class ReplicaGroups:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in map(local, tensors):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for bucket in (b for same in by_dtype.values() for b in in_buckets(same, Tensor.numel)):
+        for bucket in (b for same in by_dtype.values() for b in _in_buckets(same)):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
@@ -436,3 +436,13 @@ def _report_failure(manager: Any, wait: Callable[[], None]) -> None:
 def _first_line(error: Exception) -> str:
     line = (str(error) or type(error).__name__).splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with its source file
+
+
+def _in_buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Divide tensors into lists that are summed together."""
+    buckets: list[list[Tensor]] = [[]]
+    for tensor in tensors:
+        if sum(map(Tensor.numel, buckets[-1])) > _BUCKET_ELEMENTS:
+            buckets.append([])
+        buckets[-1].append(tensor)
+    return buckets

@@ -1,10 +1,8 @@
-"""Keys that replica groups add to [fault_tolerance] and [simulator]."""
+"""Keys that replica groups add to [fault_tolerance]."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, cast
-
-from pydantic import Field
 
 from titan.config.base import NonNegative, Permission, Positive, Section
 
@@ -44,20 +42,6 @@ class GroupsSection(Section):
         return self.replica_id if self.enable else 0
 
 
-class LinkSection(Section):
-    """The link between replica groups, for `titan sim`."""
-
-    group_link_gbit_per_s: Annotated[float | None, Field(gt=0)] = None
-    """Gbit/s that each rank has of the link between replica groups (titan/contrib/elastic/README.md). Unset: its network card's."""
-    group_link_latency_us: Annotated[float, Field(ge=0)] = 0.0
-    """Microseconds of that link, one way, on top of those between two nodes."""
-
-
 def groups_of(config: JobConfig) -> GroupsSection:
     """Return [fault_tolerance] with the keys of replica groups."""
     return cast("GroupsSection", config.fault_tolerance)
-
-
-def link_of(config: JobConfig) -> LinkSection:
-    """Return [simulator] with the keys of the link."""
-    return cast("LinkSection", config.simulator)

@@ -21,7 +21,6 @@ from titan.config.options import (
     mistake,
     positive,
 )
-from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import Profile, hardware_names
 from titan.sim.simulate import Facts
 
@@ -150,7 +149,7 @@ def page(facts: Facts) -> str:
             *([f"  experts   {line}"] if (line := uneven_routing(facts)) else []),
             *_routed(facts.get("experts", {})),
             *_ranks(facts["per_rank"]),
-            *(line for extension in sim_extensions() for line in extension.lines(facts)),
+            *other_groups(facts.get("replica_groups", 1)),
             *_measured(facts.get("measured", ())),
             "",
             f"  simulated in {facts['wall_s']:.1f} s",
@@ -163,6 +162,15 @@ def unsupported(facts: Facts) -> list[str]:
     if not (reason := facts["hardware_lacks"]):
         return []
     return [f"UNSUPPORTED PROFILE {facts['hardware']}: {reason}, so times may be far off"]
+
+
+def other_groups(count: int) -> list[str]:
+    """Return the line of a job with replica groups."""
+    if count == 1:
+        return []
+    return [
+        f"  groups    one of {count} replica groups; the cost of their sums is not simulated"
+    ]
 
 
 def speed_range(facts: Facts, unit: str = " tokens/s/GPU") -> str:

@@ -55,7 +55,7 @@ def test_every_key_that_is_not_harmless_is_compared() -> None:
             theirs = "\n".join([*lines[:number], changed, *lines[number + 1 :]])
             assert differences(theirs, ours) == [f"{name}: {text} -> {value}"] * (not harmless)
         seen.add(name)
-    assert len(seen) > 200 and seen >= HARMLESS
+    assert len(seen) > 190 and seen >= HARMLESS
     assert "training.local_batch_size" in seen and "optimizer.implementation" in seen
 
 

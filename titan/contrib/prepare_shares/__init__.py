@@ -1,1 +1,0 @@
-"""Shares of `titan prepare`, on many hosts."""
