@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Shell
 from tests.support.tables import table
 from titan import cli
 from titan.base.untrusted import InputError
@@ -140,19 +141,16 @@ def test_json_never_takes_the_subject_for_its_file(
         parser.parse_known_args(["--json", "rows.csv", "RUN"])
 
 
-def test_names_of_other_programs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_other_programs(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
     monkeypatch.chdir(ROOT)
     for name, words in ALIASES.items():
         if words[0] not in command_names():
-            assert cli.main([name]) == 2 and "unknown" in capsys.readouterr().err
+            assert "unknown" in shell(f"{name}", code=2).err
             continue
-        assert cli.main([name, "--help"]) == 0
-        assert (said := capsys.readouterr()).out.startswith(f"usage: titan {words[0]}")
+        assert (said := shell(f"{name} --help")).out.startswith(f"usage: titan {words[0]}")
         assert not said.err
     for name in GONE:
-        assert cli.main([name]) == 2 and GONE[name] in capsys.readouterr().err
+        assert GONE[name] in shell(f"{name}", code=2).err
 
 
 def test_help_of_no_command_imports_torch() -> None:
@@ -191,7 +189,7 @@ def test_a_run_folder_that_cannot_be_made_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_on_a_full_disk_is_a_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     """No byte can be written, which folders do not need; and `titan check` asks the file system."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
@@ -206,8 +204,10 @@ def test_a_run_folder_on_a_full_disk_is_a_mistake(
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     monkeypatch.chdir(ROOT)
     for command in ("check", "train"):
-        assert cli.main([command, *argv[1:]]) == 2
-        assert f"no space is left on the disk of {tmp_path}" in capsys.readouterr().err
+        assert (
+            f"no space is left on the disk of {tmp_path}"
+            in shell(f"{command}", *argv[1:], code=2).err
+        )
 
 
 def test_check_of_another_machine_looks_for_no_files() -> None:
@@ -294,12 +294,13 @@ def test_wrong_command_lines(argv: list[str], place: str) -> None:
     assert err[0].startswith(place)
 
 
-def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", DEBUG, "--nproc", "0"]) == 2
-    assert "expected a whole number of at least 1, got '0'" in capsys.readouterr().err
-    assert cli.main(["check", "--help"]) == 0
-    assert "--world-size" in capsys.readouterr().out
-    assert cli.main(["--version"]) == 0
+def test_options_are_checked(shell: Shell) -> None:
+    assert (
+        "expected a whole number of at least 1, got '0'"
+        in shell(f"train {DEBUG} --nproc 0", code=2).err
+    )
+    assert "--world-size" in shell("check --help").out
+    shell("--version")
 
 
 def install(folder: Path, package: str, **groups: dict[str, str]) -> None:
@@ -376,7 +377,7 @@ def test_other_commands_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_quiet_reaches_whatever_reports_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from titan.config.options import is_quiet
     from titan.data.cache import display
@@ -390,7 +391,7 @@ def test_quiet_reaches_whatever_reports_progress(
     monkeypatch.setenv("RANK", "0")
     for options in ((), ("--quiet",), ("-q",)):
         monkeypatch.setenv("TITAN_QUIET", "")
-        assert cli.main(["train", DEBUG, *options]) == 0
+        shell(f"train {DEBUG}", *options)
         say("7 of 9")
         text: Any = SimpleNamespace(num_bytes=100)
         with display(text, title="tokenizing") as report:
@@ -399,8 +400,7 @@ def test_quiet_reaches_whatever_reports_progress(
         assert ("7 of 9" in shown, "3 documents" in shown) == (not options, not options), shown
     assert seen == [False, True, True]
     for command in ("train", "sim", "plan", "prepare"):
-        assert cli.main([command, "--help"]) == 0
-        assert "-q, --quiet" in capsys.readouterr().out, command
+        assert "-q, --quiet" in shell(f"{command} --help").out, command
 
 
 def test_far_more_processes_than_cores_are_worth_a_warning(

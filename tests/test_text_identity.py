@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 from tokenizers import AddedToken, Tokenizer
 
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
 from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint import CheckpointError
 from titan.checks.machine import check_machine
-from titan.cli import main as titan
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 
@@ -100,7 +100,7 @@ def problems(config: JobConfig) -> list[str]:
 
 
 def test_a_resume_with_another_tokenizer_is_refused_before_anything_changes(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Path, tmp_path: Path, shell: Shell
 ) -> None:
     folder = copied(made, tmp_path)
     run = folder / "run"
@@ -119,8 +119,7 @@ def test_a_resume_with_another_tokenizer_is_refused_before_anything_changes(
         assert files(run / "checkpoint") == before
         (tmp_path / "job.toml").write_text(to_toml(other))
         for command in (["check"], ["train", "--nproc", "1"]):
-            assert titan([command[0], str(tmp_path / "job.toml"), *command[1:]]) == 2
-            said = capsys.readouterr().err
+            said = shell(f"{command[0]} {tmp_path}/job.toml", *command[1:], code=2).err
             assert said.count("its weights belong") == 1, said
     excluded = {"exclude_from_loading": ["tokenizer"]}
     assert not problems(
@@ -209,17 +208,14 @@ def test_steps_of_older_versions_are_accepted(made: Path, tmp_path: Path) -> Non
     train(config(folder, steps=3, checkpoint={"verify": "off"}))
 
 
-def test_steps_of_two_tokenizers_have_no_mean(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_two_tokenizers_have_no_mean(made: Path, tmp_path: Path, shell: Shell) -> None:
     other = {"path": str(made / "other")}
     train(config(made, steps=2, run=tmp_path / "run", tokenizer=other))
     steps = [str(folder / "run" / "checkpoint" / "step-2") for folder in (made, tmp_path)]
-    assert titan(["average", *steps, "--output", str(tmp_path / "mean")]) == 2
-    said = capsys.readouterr().err
+    said = shell("average", *steps, "--output", str(tmp_path / "mean"), code=2).err
     assert (
         all(step in said for step in steps) and "weights of two tokenizers have no mean" in said
     )
-    assert titan(["average", steps[0], steps[0], "--output", str(tmp_path / "mean")]) == 0
+    shell(f"average {steps[0]} {steps[0]} --output {tmp_path}/mean")
     mean = json.loads((tmp_path / "mean" / "checkpoint" / "step-2" / "titan.json").read_text())
     assert mean["text"]["tokenizer"]["vocab_size"] == 336

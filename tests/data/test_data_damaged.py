@@ -16,7 +16,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 import titan.data.writer as writer
-from tests.support.commands import command
+from tests.support.commands import Shell, command
 from tests.support.tables import table
 from titan.config import schema as s
 from titan.data import DataError
@@ -127,21 +127,11 @@ def test_a_null_is_no_document_in_every_format(tmp_path: Path, hub: Path) -> Non
         assert list(open_documents(source).read()) == ["a", "b"], source
 
 
-def test_what_is_no_regular_file_is_not_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, shell: Shell) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     for path in (tmp_path, tmp_path / "pipe.txt", "/dev/zero"):
-        arguments = [
-            "--input",
-            str(path),
-            "--tokenizer",
-            "bytes",
-            "--output",
-            str(tmp_path / "o"),
-        ]
-        assert main(arguments) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        arguments = f"--input {path} --tokenizer bytes --output {tmp_path}/o"
+        assert shell(f"prepare {arguments}", code=2).err.count("\n") == 1
 
 
 # ---- long documents

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.commands import command
+from tests.support.commands import Shell, command
 from tests.support.tables import table
 from titan.base.untrusted import InputError
 from titan.config.schema import JobConfig, TokenizerSection
@@ -232,13 +232,10 @@ def test_inspect(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
     assert "300 ids" in capsys.readouterr().out
 
 
-def test_train_does_not_overwrite_a_tokenizer(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_does_not_overwrite_a_tokenizer(trained: Path, shell: Shell) -> None:
     before = (trained / "tokenizer.json").read_bytes()
-    arguments = ["train", "--input", "stdlib", "--vocab-size", "400", "--output", str(trained)]
-    assert main(arguments) == 2
-    assert "tokenizer.json' exists" in capsys.readouterr().err
+    arguments = f"train --input stdlib --vocab-size 400 --output {trained}"
+    assert "tokenizer.json' exists" in shell(f"tokenizer {arguments}", code=2).err
     assert (trained / "tokenizer.json").read_bytes() == before
 
 

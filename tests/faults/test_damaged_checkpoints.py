@@ -23,12 +23,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import titan
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.tables import table
 from tests.support.trainers import Trainer
-from titan import cli
 from titan.base import untrusted
 from titan.checkpoint import identity, manifest, tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
@@ -554,21 +554,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_generate_uses_what_a_resume_would(
-    trained: Path, tmp_path: Path, capsys, caplog
+    trained: Path, tmp_path: Path, shell: Shell, caplog
 ) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     flip(step_dir(run, 2) / "__0_0.distcp")
-    command = ["generate", "--prompt", "a", "--max-new-tokens", "2", "--checkpoint"]
+    command = "generate --prompt a --max-new-tokens 2 --checkpoint"
     for where in (run, run / "checkpoint"):
         caplog.clear()
-        assert cli.main([*command, str(where)]) == 0
-        assert f"[{step_dir(run, 1)}, " in capsys.readouterr().err
+        assert f"[{step_dir(run, 1)}, " in shell(f"{command} {where}").err
         assert "CHECKPOINT STEP 2 IS DAMAGED AND NOT USED: __0_0.distcp" in caplog.text
     assert list_steps(run / "checkpoint") == [1, 2], "a reader renames nothing"
-    assert cli.main([*command, str(step_dir(run, 2))]) == 2
-    assert capsys.readouterr().err.startswith(
+    assert shell(f"{command} {step_dir(run, 2)}", code=2).err.startswith(
         f"{step_dir(run, 2)} is damaged: __0_0.distcp: bytes"
     )
     flip(step_dir(run, 1) / "titan.json")
-    assert cli.main([*command, str(run)]) == 2
-    assert "NO CHECKPOINT IS WHOLE" in capsys.readouterr().err
+    assert "NO CHECKPOINT IS WHOLE" in shell(f"{command} {run}", code=2).err

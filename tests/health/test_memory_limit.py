@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from tests.support.commands import Shell
 from tests.support.jobs import ROOT
 from titan.base.errors import kind_of
-from titan.cli import main
 from titan.ops.memory_limit import out_of_memory
 
 ERRORS = [
@@ -27,7 +27,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=[type(error).__name__ for error in ERRORS])
 def test_a_shortage_is_one_line(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     found = out_of_memory(error)
     assert found is not None and kind_of(found) == "out_of_host_memory"
@@ -36,8 +36,7 @@ def test_a_shortage_is_one_line(
         raise ValueError("another") from error
 
     monkeypatch.setattr("titan.cli.load_command", lambda _: fail)
-    assert main(["check"]) == 1
-    line = capsys.readouterr().err
+    line = shell("check", code=1).err
     assert line.startswith("out of memory: ") and line.count("\n") == 1
     assert out_of_memory(ValueError("another")) is None
 

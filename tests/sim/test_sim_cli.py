@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import titan
+from tests.support.commands import Shell
 from tests.support.jobs import ROOT
 from tests.support.tables import table
 from titan.cli import main
@@ -460,7 +461,7 @@ def test_a_sweep_drops_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_speed_on_machines_of_the_same_name(
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
 ) -> None:
     """The width of the guess is what a simulation of the other machine says, where kernels set the step's time."""
     large = (
@@ -476,8 +477,7 @@ def test_speed_on_machines_of_the_same_name(
     facts = {}
     for name in ("h100-sxm", "h100-96g-500w"):
         arguments = ("--world-size", "1", "--hardware", name, *large, "--json", "-")
-        assert main(["sim", *JOB, *arguments]) == 0
-        facts[name] = json.loads(capsys.readouterr().out)
+        facts[name] = json.loads(shell("sim", *JOB, *arguments).out)
     for name, other in (("h100-sxm", "h100-96g-500w"), ("h100-96g-500w", "h100-sxm")):
         guess, speed = facts[name]["hardware_kin"][other], facts[other]["tokens_per_s_per_gpu"]
         assert guess == pytest.approx(speed, rel=0.01)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.commands import Shell
 from tests.support.runs import Run, saved_tensors
 from tests.support.tables import table
-from titan.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, shell: Shell
 ) -> None:
     steps = [run / "checkpoint" / f"step-{number}" for number in (1, 2, 3)]
     held = [saved_tensors(step) for step in steps]
@@ -29,8 +29,10 @@ def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
         ("weighted", [*map(str, steps), "--weights", "1,2,5"], (1, 2, 5)),
     ):
         out = tmp_path / name
-        assert main(["average", *arguments, f"--output={out}"]) == 0
-        assert "the mean of step-1, step-2, step-3" in capsys.readouterr().out
+        assert (
+            "the mean of step-1, step-2, step-3"
+            in shell("average", *arguments, f"--output={out}").out
+        )
         mean = saved_tensors(out / "checkpoint" / "step-3")
         assert mean.keys() == {key for key in held[0] if key.startswith("model.")}
         for key, tensor in mean.items():
@@ -38,8 +40,8 @@ def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
             shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
             expected = torch.einsum("s,s...->...", shares, of_steps)
             torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-9)
-        assert main(["generate", f"--checkpoint={out}", "--max-new-tokens=2"]) == 0
-        assert main(["convert", "to-hf", str(out), str(tmp_path / f"{name}-hf")]) == 0
+        shell(f"generate --checkpoint={out} --max-new-tokens=2")
+        shell(f"convert to-hf {out} {tmp_path / f'{name}-hf'}")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +51,9 @@ def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
 def test_mistakes_are_one_line(
     run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     arguments: list[str],
     message: str,
 ) -> None:
-    assert main(["average", str(run), f"--output={tmp_path}/out", *arguments]) == 2
-    error = capsys.readouterr().err
+    error = shell(f"average {run} --output={tmp_path}/out", *arguments, code=2).err
     assert message in error and error.count("\n") == 1

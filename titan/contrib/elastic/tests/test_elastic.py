@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from scripts.drills import groups as drill
+from tests.support.commands import Shell
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
 from tests.support.tables import table
@@ -331,15 +332,15 @@ def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path, moves: bool) -
 
 
 def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "lighthouse").write_text("http://of-an-earlier-run:1\n")
-    arguments = [str(ROOT / JOB[0]), f"--job.dump_folder={run}", "--checkpoint.enable=true"]
-    options = ["--nodes", "2", "--gpus-per-node", "0", "--groups", "3"]
-    assert main(["slurm", *arguments, *options]) == 0
+    arguments = f"{ROOT / JOB[0]} --job.dump_folder={run} --checkpoint.enable=true"
+    options = "--nodes 2 --gpus-per-node 0 --groups 3"
+    shell(f"slurm {arguments} {options}")
     script = (run / "job.sbatch").read_text()
     assert "#SBATCH --array=0-2" in script and not (run / "lighthouse").exists()
     assert (
@@ -357,7 +358,6 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     assert (
         job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
     )
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
 def test_the_lighthouse_is_queued_again_while_there_are_groups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     ends: str,
     queued: str,
     requeued: bool,
@@ -390,11 +390,8 @@ def test_the_lighthouse_is_queued_again_while_there_are_groups(
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    arguments = [str(ROOT / JOB[0]), "--job.dump_folder=run", "--checkpoint.enable=true"]
-    assert (
-        main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"])
-        == 0
-    )
+    arguments = f"{ROOT / JOB[0]} --job.dump_folder=run --checkpoint.enable=true"
+    shell(f"slurm {arguments} --nodes 1 --gpus-per-node 0 --groups 2")
     script = tmp_path / "run/lighthouse.sbatch"
     assert "#SBATCH --requeue" in script.read_text()
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -402,7 +399,6 @@ def test_the_lighthouse_is_queued_again_while_there_are_groups(
     done = subprocess.run(["bash", script], capture_output=True, text=True, env=variables)
     assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout + done.stderr
     assert done.returncode == code or (not ends and done.returncode > 128)
-    capsys.readouterr()
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,16 +483,14 @@ def test_groups_share_out_the_gpus(
 )
 def test_groups_that_would_share_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     options: list[str],
     message: str,
 ) -> None:
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
-    assert (
-        main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options])
-        == 2
-    )
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = shell(
+        f"train {ROOT / JOB[0]} --checkpoint.enable=true --elastic", *options, code=2
+    ).err.splitlines()
     assert line.startswith("command line: ") and message in line
 
 

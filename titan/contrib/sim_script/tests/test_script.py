@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import titan.sim
+from tests.support.commands import Shell
 from tests.support.ranks import Pool
 from tests.support.tables import table
 from tests.support.traces import (
@@ -294,14 +295,15 @@ def build(device, fault=""):
     table(__file__, "mistakes_are_one_line"),
 )
 def test_mistakes_are_one_line(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, tmp_path: Path, shell: Shell
 ) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     options = [option.replace("FILE", str(tmp_path / "faulty.py")) for option in options]
-    assert (
-        main(["sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet"]) == 2
+    line, *rest = (
+        shell("sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet", code=2)
+        .err.strip()
+        .splitlines()
     )
-    line, *rest = capsys.readouterr().err.strip().splitlines()
     assert message in line and rest in ([], ["1 problem"])
 
 
