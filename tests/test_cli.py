@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Shell
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan import cli
 from titan.base.untrusted import InputError
 from titan.commands import ALIASES, GONE, GROUPS, command_names, load_command
@@ -120,10 +120,7 @@ def test_all_commands_have_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without == {w for w in expected if w.partition("-")[0] in command_names()}
 
 
-@pytest.mark.parametrize(
-    ("words", "target"),
-    table(__file__, "json_never_takes_the_subject_for_its_file"),
-)
+@tabled("words, target")
 def test_json_never_takes_the_subject_for_its_file(
     words: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,10 +281,7 @@ def test_check_tells_everything_in_the_way() -> None:
     assert json.loads(out)["problems"][0]["key"] == "model.flavor"
 
 
-@pytest.mark.parametrize(
-    ("argv", "place"),
-    table(__file__, "wrong_command_lines"),
-)  # fmt: skip
+@tabled("argv, place")
 def test_wrong_command_lines(argv: list[str], place: str) -> None:
     code, out, err = titan(*argv)
     assert (code, out) == (2, "")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import job
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.run_folder import write_status
 from titan.base.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
 from titan.run.train import is_finished
@@ -46,10 +46,7 @@ def test_a_stopped_rank_ends_with_0_if_torchrun_would_start_it_again(
     assert for_agent(EXIT_STOPPED) == for_agent(EXIT_FAILED) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    table(__file__, "a_name_that_torch_does_not_know_ends_the_command_in_one_line"),
-)
+@tabled("options, line")
 def test_a_name_that_torch_does_not_know_ends_the_command_in_one_line(
     options: list[str], line: str, tmp_path: Path
 ) -> None:

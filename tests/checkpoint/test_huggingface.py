@@ -31,7 +31,7 @@ from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.runs import logged_rows
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint import SaveFailed
 from titan.checkpoint import manager as checkpoints
@@ -416,10 +416,7 @@ def test_shipped_jobs_name_folders_of_their_model(name: str, tmp_path: Path) -> 
     assert read_sizes(folder) == (section.name, section.sizes)
 
 
-@pytest.mark.parametrize(
-    ("published", "flavor", "overrides"),
-    table(__file__, "published_configs_are_our_flavors"),
-)
+@tabled("published, flavor, overrides")
 def test_published_configs_are_our_flavors(
     published: str, flavor: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from tests.support.commands import Shell
 from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -376,10 +376,7 @@ def test_another_quantization_is_refused(packed, sources) -> None:
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("published", "name", "flavor"),
-    table(__file__, "published_configs_are_our_flavors"),
-)
+@tabled("published, name, flavor")
 def test_published_configs_are_our_flavors(published: str, name: str, flavor: str) -> None:
     found, sizes = read_sizes(HFFolder(Path(), PUBLISHED[published], {}))
     assert found == name and model_keys(name, sizes, Path()) == {"name": name, "flavor": flavor}

@@ -28,7 +28,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.metrics import read_json_lines
 from tests.support.runs import logged_rows
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from tests.support.trainers import Trainer
 from titan.base.signals import StopRequest
 from titan.checkpoint import staging as staging_module
@@ -265,10 +265,7 @@ def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    table(__file__, "settings_that_contradict"),
-)
+@tabled("settings, message")
 def test_settings_that_contradict(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import golden_errors as golden
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan import cli
 from titan.base.untrusted import printable
 from titan.checks.rules import advise, check, check_layout
@@ -140,10 +140,7 @@ def test_the_same_as_users_run_it(command: str, every: int, folder: Path) -> Non
 # ---- what errors.json cannot hold ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    table(__file__, "a_short_run_is_warned_of_what_is_cut"),
-)  # fmt: skip
+@tabled("text, expected")
 def test_a_short_run_is_warned_of_what_is_cut(
     text: str, expected: list[list[int | str]], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.checks.layout_rules import check_layout
 from titan.checks.rules import check
 from titan.config import model, plug_ins
@@ -54,10 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    table(__file__, "what_a_family_lacks_is_one_line"),
-)
+@tabled("source, message")
 def test_what_a_family_lacks_is_one_line(folder: Path, source: str, message: str) -> None:
     (folder / "mine_family.py").write_text(source)
     config, findings = ModelSection(name="mine", flavor="tiny").resolved

@@ -17,7 +17,7 @@ import pytest
 
 import titan.data.writer as writer
 from tests.support.commands import Shell, command
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.cache import describe
@@ -271,10 +271,7 @@ def test_memory_does_not_depend_on_the_size_of_a_document(tmp_path: Path) -> Non
 # ---- shards, and what is said
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    table(__file__, "a_damaged_index_is_one_line"),
-)
+@tabled("change, message")
 def test_a_damaged_index_is_one_line(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:

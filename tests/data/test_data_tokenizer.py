@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import Shell, command
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.base.untrusted import InputError
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError
@@ -312,10 +312,7 @@ def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
     assert 2 not in tokenizer.encode("a <|end|> b") and 3 in tokenizer.encode("a <x> b")
 
 
-@pytest.mark.parametrize(
-    ("number", "token", "why"),
-    table(__file__, "tokens_beside_that_disagree_are_refused"),
-)
+@tabled("number, token, why")
 def test_tokens_beside_that_disagree_are_refused(
     number: str, token: Any, why: str, tmp_path: Path
 ) -> None:

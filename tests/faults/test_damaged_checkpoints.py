@@ -27,7 +27,7 @@ from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer
 from titan.base import untrusted
 from titan.checkpoint import identity, manifest, tensor_index
@@ -224,10 +224,7 @@ def test_unreadable_is_not_damaged(name: str, run_dir: Path, monkeypatch: Any) -
             break
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    table(__file__, "newer_is_not_damaged"),
-)
+@tabled("name, what")
 def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
     file = step_dir(run_dir) / name
     body = json.loads(file.read_text())
@@ -246,11 +243,7 @@ def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
     assert verify.main([str(file.parent)]) == 2
 
 
-@pytest.mark.parametrize(
-    "value",
-    table(__file__, "impossible_values_are_refused"),
-    ids=json.dumps,
-)
+@tabled("value", ids=json.dumps)
 def test_impossible_values_are_refused(value: dict[str, Any], run_dir: Path) -> None:
     """Whatever their hash says."""
     file = step_dir(run_dir) / "titan.json"

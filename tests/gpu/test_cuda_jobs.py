@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from tests.support.trainers import Trainer
 from titan.data.packing import Batch
 from titan.models.common.moe import grouped_matmuls, looped_matmuls
@@ -41,7 +41,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 # ---- experts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", table(__file__, "grouped_products_equal_a_loop"))
+@tabled("counts")
 def test_grouped_products_equal_a_loop(counts: list[int]) -> None:
     """Output and gradients in bf16; experts without rows get zeros."""
     generator = torch.Generator().manual_seed(0)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.errors import Failure, kind_of
 from titan.ops import peers
 from titan.ops.heartbeats import FolderStore, Heartbeat, describe_hang, describe_silence
@@ -47,10 +47,7 @@ def beat(host: str = "node0", *, waits: bool = True, machine: str = "elsewhere")
 # ---- a step that takes too long --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("waits", "silent", "text"),
-    table(__file__, "the_rank_to_look_at"),
-)  # fmt: skip
+@tabled("waits, silent, text")
 def test_the_rank_to_look_at(waits: list[bool], silent: list[int], text: str) -> None:
     assert describe_hang({rank: beat(waits=w) for rank, w in enumerate(waits)}, silent) == text
 

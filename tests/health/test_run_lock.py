@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.ops import run_lock
 from titan.ops.run_lock import ProcessId, RunLock, RunLocked
 
@@ -136,9 +136,8 @@ def test_on_another_machine_the_age_of_the_beat_decides(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
 
 
-@pytest.mark.parametrize(
-    ("job", "host", "age_s"),
-    table(__file__, "the_beat_is_watched"),
+@tabled(
+    "job, host, age_s",
     ids=["the same job requeued", "a time in the future", "a time after 3900", "another boot"],
 )
 def test_the_beat_is_watched(

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.commit import CheckpointGroup
 from titan.config.schema_course import PhaseSection
@@ -179,10 +179,7 @@ def test_the_number_of_groups_with_all_axes(pool: Pool) -> None:
     assert len(groups) <= 16, groups
 
 
-@pytest.mark.parametrize(
-    ("name", "loopback", "expected"),
-    table(__file__, "groups_take_the_interface_that_the_user_names"),
-)
+@tabled("name, loopback, expected")
 def test_groups_take_the_interface_that_the_user_names(
     name: str, loopback: bool, expected: list[dict[str, str]]
 ) -> None:

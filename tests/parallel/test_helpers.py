@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import RankFailed
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.parallel import (
     apply_ddp,
     apply_fsdp,
@@ -343,10 +343,7 @@ print(torch._C._accelerator_getAllocatorSettings())
     not hasattr(torch._C, "_accelerator_getAllocatorSettings"),
     reason="torch 2.11 does not tell",
 )
-@pytest.mark.parametrize(
-    ("wanted", "variable", "expected"),
-    table(__file__, "the_allocator_is_set_before_it_is_used"),
-)
+@tabled("wanted, variable, expected")
 def test_the_allocator_is_set_before_it_is_used(
     wanted: str, variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Shell
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan import cli
 from titan.checks.layout_rules import resolve_layout
 from titan.checks.rules import check_to_run, load_to_run
@@ -146,10 +146,7 @@ def test_a_resumed_run_keeps_its_layout(
     assert "is a folder: remove it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks"),
-    table(__file__, "keys_that_the_job_sets_are_held"),
-)
+@tabled("words, ranks")
 def test_keys_that_the_job_sets_are_held(job: Path, words: list[str], ranks: int) -> None:
     argv = [str(job), *words]
     choice = choose(argv, ranks)

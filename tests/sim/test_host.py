@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.jobs import ROOT
 from tests.support.synthetic import FixedCost, kernel
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.traces import job
 from titan.checks.rules import resolve_layout
 from titan.config.schema import JobConfig
@@ -169,10 +169,7 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
     assert len(others | {base}) == 7
 
 
-@pytest.mark.parametrize(
-    ("model", "parallelism"),
-    table(__file__, "tiny_jobs_are_valid_and_small"),
-)
+@tabled("model, parallelism")
 def test_tiny_jobs_are_valid_and_small(
     model: dict[str, Any], parallelism: dict[str, Any]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
@@ -281,10 +281,7 @@ def test_nothing_that_anybody_would_try_first_is_faster(
     assert finder.settings(own) not in [one["settings"] for one in found["candidates"]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    table(__file__, "mistakes"),
-)
+@tabled("arguments, message")
 def test_mistakes(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.hardware import by_name
 from titan.config.errors import ConfigError
 from titan.sim.price.profiles import _NOT_FIGURES, load_profile, on_curve, profile_names
@@ -88,10 +88,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     )  # which tells of its own runs
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    table(__file__, "mistakes_are_told"),
-)
+@tabled("line, message")
 def test_mistakes_are_told(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "mine.toml"
     key = line.split(" ")[0]

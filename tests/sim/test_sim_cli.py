@@ -17,7 +17,7 @@ import torch
 import titan
 from tests.support.commands import Shell
 from tests.support.jobs import ROOT
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.config.model import family
@@ -434,10 +434,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
     assert front([beaten, smaller, too_big, best]) == [best, smaller]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "printed"),
-    table(__file__, "mistakes"),
-)
+@tabled("arguments, printed")
 def test_mistakes(
     arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Shell
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.errors import Failure
 from titan.ops.doctor.diagnosis import _ADVICE, Diagnosis, diagnose
 from titan.ops.doctor.evidence import Evidence
@@ -131,10 +131,7 @@ def test_ranks_that_wait_for_each_other(folder: Folder) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    table(__file__, "mismatches"),
-)
+@tabled("call, kind, text")
 def test_mismatches(call: dict[str, Any], kind: str, text: str, folder: Folder) -> None:
     for rank in range(3):
         folder.dump(rank, {"dp_shard": 5, "tp": 8})

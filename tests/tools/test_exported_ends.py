@@ -11,7 +11,7 @@ import pytest
 from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint.saved_model import find_checkpoint, open_run_tokenizer
 from titan.cli import main as titan
@@ -66,10 +66,7 @@ def test_every_token_that_ends_an_answer_is_exported(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("family", "data", "section", "begins"),
-    table(__file__, "texts_begin_in_the_export_as_in_the_run"),
-)
+@tabled("family, data, section, begins")
 def test_texts_begin_in_the_export_as_in_the_run(
     family: str, data: dict[str, Any], section: dict[str, Any], begins: bool, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Shell, command
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.tools.trace import analyse
 from titan.tools.trace_files import find_traces
 from titan.tools.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
@@ -229,10 +229,7 @@ def test_cpu_waiting_for_gloo_is_exposed_communication() -> None:
     assert report.modules_s["(elsewhere)"]["total"] * 1e6 == pytest.approx(20)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    table(__file__, "kinds_of_kernels"),
-)  # fmt: skip
+@tabled("kernel, kind")
 def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert kind_of_kernel(kernel, frozenset()) == kind
 

@@ -14,7 +14,7 @@ import pytest
 from tests.support.hosts import Hosts, why_not
 from tests.support.jobs import ROOT
 from tests.support.runs import Run, logged_steps
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.ops.cluster import node
 
 PROGRAM = [
@@ -81,10 +81,7 @@ def test_a_mistake(tmp_path: Path) -> None:
     assert run.said().count("did you mean 'steps'?") == 1, run.said()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variables", "expected"),
-    table(__file__, "the_address_of_the_store"),
-)
+@tabled("arguments, variables, expected")
 def test_the_address_of_the_store(
     arguments: list[str],
     variables: dict[str, str],

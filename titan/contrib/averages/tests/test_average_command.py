@@ -9,7 +9,7 @@ import torch
 
 from tests.support.commands import Shell
 from tests.support.runs import Run, saved_tensors
-from tests.support.tables import table
+from tests.support.tables import tabled
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,7 @@ def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
         shell(f"convert to-hf {out} {tmp_path / f'{name}-hf'}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    table(__file__, "mistakes_are_one_line"),
-)
+@tabled("arguments, message")
 def test_mistakes_are_one_line(
     run: Path,
     tmp_path: Path,

@@ -26,7 +26,7 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.cli import main as titan
 from titan.config import schema as s
 from titan.contrib.chat import ChatTemplate, limits
@@ -397,10 +397,7 @@ def test_a_missing_or_unfit_template_says_what_to_set(
     assert "the embedded tokenizer has no chat template" in error
 
 
-@pytest.mark.parametrize(
-    ("template", "why"),
-    table(__file__, "a_template_of_a_stranger_takes_little"),
-)
+@tabled("template, why")
 def test_a_template_of_a_stranger_takes_little(
     template: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,10 +479,7 @@ def test_conversations_with_tools_take_the_template_of_that_name(
         assert found == expected and ("tools" in found) == (tools is not None)
 
 
-@pytest.mark.parametrize(
-    "more",
-    table(__file__, "no_text_of_a_message_becomes_a_special_token"),
-)
+@tabled("more")
 def test_no_text_of_a_message_becomes_a_special_token(
     folder: Path, more: dict[str, Any]
 ) -> None:

@@ -22,7 +22,7 @@ from scripts.drills import groups as drill
 from tests.support.commands import Shell
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.cli import main
@@ -410,10 +410,7 @@ def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.Monke
         launch_groups([], job(), num_groups=2, num_processes=1, max_restarts=0)
 
 
-@pytest.mark.parametrize(
-    ("programs", "restarts", "code", "lines"),
-    table(__file__, "a_run_is_done_when_a_group_is_and_each_loss_is_said"),
-)
+@tabled("programs, restarts, code, lines")
 def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -458,10 +455,7 @@ def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> li
     return found
 
 
-@pytest.mark.parametrize(
-    ("visible", "options", "expected"),
-    table(__file__, "groups_share_out_the_gpus"),
-)
+@tabled("visible, options, expected")
 def test_groups_share_out_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
     visible: str | None,
@@ -477,10 +471,7 @@ def test_groups_share_out_the_gpus(
         assert command[command.index("--nproc") + 1] == str(len(devices.split(",")))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    table(__file__, "groups_that_would_share_gpus_are_refused"),
-)
+@tabled("options, message")
 def test_groups_that_would_share_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     shell: Shell,
@@ -515,10 +506,7 @@ def test_nccl_leaves_it_to_the_groups_to_go_on(
     assert found == [expected]
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "message"),
-    table(__file__, "groups_are_checked"),
-)
+@tabled("section, key, message")
 def test_groups_are_checked(section: dict[str, Any], key: str, message: str) -> None:
     config = job(fault_tolerance={"enable": True, **section}, checkpoint={"enable": True})
     [problem] = check(config)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.commands import Shell
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.base.rows import read_rows
 from titan.cli import main as titan
 from titan.contrib.scaling import compare, paired
@@ -174,9 +174,7 @@ def test_jobs_are_trained_and_compared(
     assert "begins" not in said and "B takes 20% less time a token" in said
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"), table(__file__, "losses_that_do_not_compare")
-)
+@tabled("old, new, expected")
 def test_losses_that_do_not_compare(
     jobs: list[str], old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Shell
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.untrusted import InputError
 from titan.cli import main as titan
 from titan.config.load import load_config
@@ -134,10 +134,7 @@ def test_intervals_hold_the_truth() -> None:
     assert 0.08 < wrong / 2000 < 0.12
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    table(__file__, "mistakes_are_lines"),
-)
+@tabled("words, expected")
 def test_mistakes_are_lines(
     job: Path,
     tmp_path: Path,
