@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import Shell
+from tests.support.commands import Shell, finished
 from tests.support.tables import tabled
 from titan import cli
 from titan.base.untrusted import InputError
@@ -33,13 +33,7 @@ PROBE = "import sys; from titan.cli import main; code = main(); print(not {'torc
 
 def titan(*argv: str) -> tuple[int, str, list[str]]:
     """Exit code, stdout, and the lines of stderr; asserts that torch and numpy were not imported and no traceback shown."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, *argv],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-    )
+    result = finished([sys.executable, "-c", PROBE, *argv], cwd=ROOT, timeout=60, code=None)
     *stderr, imported = result.stderr.splitlines()
     assert imported == "False", result.stderr
     assert "Traceback" not in result.stderr
@@ -48,9 +42,7 @@ def titan(*argv: str) -> tuple[int, str, list[str]]:
 
 def test_help_lists_every_command_and_imports_little() -> None:
     probe = "import sys; from titan.cli import main; main(['--help']); print([m for m in ('torch', 'pydantic') if m in sys.modules])"
-    out = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
-    ).stdout
+    out = finished([sys.executable, "-c", probe]).stdout
     assert out.splitlines()[-1] == "[]"
     # Without titan/contrib, five of them are missing.
     installed = {
@@ -192,7 +184,7 @@ def test_a_run_folder_on_a_full_disk_is_a_mistake(
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
     argv = ["train", DEBUG, f"--job.dump_folder={tmp_path}/run"]
     run = [sys.executable, "-c", limit + PROBE, *argv]
-    result = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    result = finished(run, cwd=ROOT, timeout=60, code=None)
     first, imported = result.stderr.splitlines()
     assert (result.returncode, imported) == (2, "False")
     assert first.startswith("command line: job.dump_folder: cannot be written: [Errno 27]")
@@ -337,7 +329,7 @@ optimizer.step()
 print(weight.tolist(), optimizer.param_groups[0]["initial_lr"])
 """
     command = [sys.executable, "-c", program, str(tmp_path / "job.toml")]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = finished(command, cwd=tmp_path, code=None)
     assert result.stdout == "[0.8999999761581421, 0.8999999761581421] 0.1\n", result.stderr
 
 
@@ -488,8 +480,7 @@ def test_the_shell_completes_commands_and_keys() -> None:
     def complete(*words: str) -> list[str]:
         asked = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _titan"
         script = f"{shown}\n{asked}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = finished(["bash", "-c", script])
         return done.stdout.split()
 
     exit_code, shown, _ = titan("completion")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import Shell
+from tests.support.commands import Shell, finished
 from tests.support.runs import logged_rows
 
 ROOT = Path(__file__).parents[1]
@@ -20,9 +20,7 @@ TITAN = [sys.executable, "-m", "titan.cli"]
 
 
 def titan(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TITAN, *arguments], capture_output=True, text=True, timeout=timeout_s, cwd=ROOT
-    )
+    return finished([*TITAN, *arguments], timeout=timeout_s, cwd=ROOT, code=None)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import job
 from tests.support.tables import tabled
 from titan.base.run_folder import write_status
@@ -53,8 +54,7 @@ def test_a_name_that_torch_does_not_know_ends_the_command_in_one_line(
     job_file = Path(__file__).parents[1] / "train_configs" / "demo.toml"
     command = [sys.executable, "-m", "titan.cli", "train", str(job_file), *options]
     folder = f"--job.dump_folder={tmp_path}"
-    done = subprocess.run([*command, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
+    done = finished([*command, folder], code=2)
     assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr
 
 

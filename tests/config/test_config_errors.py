@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import golden_errors as golden
+from tests.support.commands import finished
 from tests.support.tables import table, tabled
 from titan import cli
 from titan.base.untrusted import printable
@@ -106,7 +106,7 @@ def run(command: str, job: golden.Job, folder: Path) -> None:
     option = "--world-size" if command == "check" else "--nproc"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with golden.environment(job):
-        result = subprocess.run(
+        result = finished(
             [
                 sys.executable,
                 "-c",
@@ -115,9 +115,8 @@ def run(command: str, job: golden.Job, folder: Path) -> None:
                 *golden.argv(job),
                 f"{option}={job.get('ranks', 1)}",
             ],
-            capture_output=True,
-            text=True,
             timeout=300,
+            code=None,
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (result.returncode, result.stdout) == (2, "False\n"), result.stderr

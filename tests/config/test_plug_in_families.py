@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.tables import tabled
 from titan.checks.layout_rules import check_layout
 from titan.checks.rules import check
@@ -93,7 +93,7 @@ def test_a_forward_with_other_names_is_a_line_of_the_job(
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (folder, OPT, ROOT))))
     argv = [sys.executable, "-m", "titan.cli", command, str(folder / "job.toml")]
-    result = subprocess.run(argv, capture_output=True, text=True, cwd=folder)
+    result = finished(argv, cwd=folder, code=None)
     lines = result.stderr.splitlines()
     assert (result.returncode, lines[1:]) == (2, [])
     assert lines[0].startswith(f"{folder}/job.toml:2: model.name: {SAID} is called as forward(")

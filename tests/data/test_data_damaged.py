@@ -16,7 +16,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 import titan.data.writer as writer
-from tests.support.commands import Shell, command
+from tests.support.commands import Shell, command, finished
 from tests.support.tables import tabled
 from titan.config import schema as s
 from titan.data import DataError
@@ -86,8 +86,7 @@ def test_damaged_files_are_one_line_each_in_bounded_memory(tmp_path: Path) -> No
         "    print(json.dumps([path, rc, time.process_time() - before, used() / 1024]))\n"
     )
     command = [sys.executable, "-c", code, *map(str, expected)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = finished(command, timeout=300)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     lines = [x for x in done.stderr.splitlines() if not x.startswith("preparing")]
     assert len(answers) == len(lines) == len(expected), done.stderr

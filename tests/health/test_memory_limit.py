@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import sys
 
 import pytest
 
-from tests.support.commands import Shell
+from tests.support.commands import Shell, finished
 from tests.support.jobs import ROOT
 from titan.base.errors import kind_of
 from titan.ops.memory_limit import out_of_memory
@@ -45,6 +44,6 @@ def test_torch_is_not_imported_where_it_does_not_fit() -> None:
     """C++ would end the process while its libraries are loaded."""
     train = f"{sys.executable} -m titan.cli train train_configs/debug_model.toml"
     command = ["bash", "-c", f"ulimit -v 600000; exec {train} --job.dump_folder=/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = finished(command, cwd=ROOT, code=None)
     assert done.returncode == 2 and done.stderr.startswith("out of memory: torch needs 1 GiB")
     assert "0.57 GiB" in done.stderr and done.stderr.count("\n") == 1

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.tables import tabled
 from titan.ops import run_lock
 from titan.ops.run_lock import ProcessId, RunLock, RunLocked
@@ -54,12 +55,8 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def start_second_copy(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROBE, "train", "train_configs/debug_model.toml"]
-    return subprocess.run(
-        [*command, f"--job.dump_folder={folder}", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    return finished(
+        [*command, f"--job.dump_folder={folder}", *options], cwd=ROOT, timeout=300, code=None
     )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.commands import finished
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
@@ -197,7 +198,4 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert made == {expected}, made
 """
     environment = os.environ | {"GLOO_SOCKET_IFNAME": name}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = finished([sys.executable, "-c", program], env=environment)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.support.commands import finished
 from tests.support.ranks import RankFailed
 from tests.support.tables import tabled
 from titan.parallel import (
@@ -309,9 +310,7 @@ def test_a_plan_names_every_module_with_parameters(pool) -> None:
 def test_helpers_import_neither_trainer_nor_config() -> None:
     names = "precompute_scales, require_equal_replicas, set_gradient_sync, unshard_sequence"
     code = f"import sys, titan.losses.loss; from titan.parallel import *; {names}; print(list(sys.modules))"
-    modules = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    modules = finished([sys.executable, "-c", code]).stdout
     assert "titan.parallel" in modules
     for forbidden in (
         "titan.config",

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 OPT = ROOT / "examples" / "opt_family"
 FAMILY = """
 import torch
+from tests.support.commands import finished
 from titan_opt import FLAVORS, TENSOR_PLAN, build_model as build_opt
 from titan_opt.model import FeedForward
 
@@ -49,7 +50,7 @@ def simulate(folder: Path, choice: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={folder}/sim.json"]
     path = os.pathsep.join(map(str, (folder, OPT, ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    return finished(command, env=environment, cwd=folder, code=None)
 
 
 def test_the_place_and_the_way_out_are_named(tmp_path: Path) -> None:

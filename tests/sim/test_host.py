@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 from tests.support.synthetic import FixedCost, kernel
 from tests.support.tables import tabled
@@ -105,8 +105,7 @@ def by_calls() -> dict[str, dict[str, float]]:
     for sections, _ in asked:
         sections["model"] = {"flavor": "8B", **sections["model"]}
     command = [sys.executable, "-c", COUNT, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = finished(command, cwd=ROOT)
     return dict(zip(jobs, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 

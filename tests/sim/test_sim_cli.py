@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import titan
-from tests.support.commands import Shell
+from tests.support.commands import Shell, finished
 from tests.support.jobs import ROOT
 from tests.support.tables import tabled
 from titan.cli import main
@@ -151,7 +150,7 @@ def test_a_timeline_of_few_rows_is_high_enough_to_read(
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
     command += ["--allow-file-access-from-files", "--hide-scrollbars", frames.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    shown = finished(command, timeout=120, code=None).stdout
     pages = json.loads(re.findall(r"<title>(.*)</title>", shown)[0])
     for width, (across, high, before, cells) in zip((390, 1200), pages, strict=True):
         assert across == width and high >= 300 and before == "tiles"
@@ -252,14 +251,7 @@ def test_a_known_job_needs_no_torch(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", probe, "sim", *JOB, "--world-size", "2", *ON, "--quiet"]
     for _ in range(2):
-        done = subprocess.run(
-            command,
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = finished(command, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, cwd=ROOT)
         assert done.stdout.endswith("[]\n"), done.stdout
     assert len([*tmp_path.rglob("*.pickle")]) == 2  # the trace, and the host's pace
 

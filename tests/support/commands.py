@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,15 @@ from titan import cli
 def command(name: str) -> Callable[[Sequence[str]], int]:
     """Return a function that runs `titan NAME` with arguments, and gives the exit code."""
     return lambda argv: cli.main([name, *argv])
+
+
+def finished(
+    command: Sequence[Any], *, code: int | None = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and require its exit code; None: any."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 class Shell:

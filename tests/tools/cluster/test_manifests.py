@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.tables import tabled
 from titan.cli import main
 from titan.config.schema import FaultToleranceSection
@@ -417,9 +418,7 @@ def test_the_example_for_skypilot(tmp_path: Path) -> None:
         "SKYPILOT_TASK_ID": "t",
     }
     shell = ["bash", "-c", task["run"]]
-    words = subprocess.run(shell, env=variables, capture_output=True, text=True).stdout.split(
-        "\0"
-    )
+    words = finished(shell, env=variables, code=None).stdout.split("\0")
     [mount] = task["file_mounts"]
     assert words[:-1] == [
         "-m",

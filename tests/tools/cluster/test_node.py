@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.hosts import Hosts, why_not
 from tests.support.jobs import ROOT
 from tests.support.runs import Run, logged_steps
@@ -115,8 +116,7 @@ def prepared(*words: int, **variables: str) -> tuple[list[object], str]:
         k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"
     } | variables
     command = [sys.executable, "-c", PREPARE, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = finished(command, env=environment)
     return json.loads(done.stdout), done.stderr
 
 

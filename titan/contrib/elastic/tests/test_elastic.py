@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from scripts.drills import groups as drill
-from tests.support.commands import Shell
+from tests.support.commands import Shell, finished
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
 from tests.support.tables import tabled
@@ -53,8 +53,7 @@ def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: P
     folder = tmp_path / "run"
     command = [sys.executable, str(ROOT / "scripts/drill.py"), "groups", str(folder)]
     command += ["--groups", "2", "--nproc", "1", "--steps", "200", "--every", "1.5"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    done = finished(command, cwd=ROOT)
     assert "next step of the survivors" in done.stdout, done.stdout
     rows = drill.rows_of(folder)
     assert {row["replica_groups"] for row in rows} == {1, 2}
@@ -71,7 +70,7 @@ def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: P
         *settings,
         "--training.global_batch_size=4",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = finished(command, cwd=ROOT, code=None)
     assert done.returncode == 0 and f"step-{last}" in done.stdout, done.stdout + done.stderr
     [first, *_] = map(json.loads, (tmp_path / "alone/metrics.jsonl").read_text().splitlines())
     assert first["step"] == last + 1 and first["tokens"] == rows[-1]["tokens"] + 4 * 64
@@ -91,8 +90,7 @@ def test_a_checkpoint_of_three_groups_resumes_with_any_number(tmp_path: Path) ->
             f"--job.dump_folder={folder}",
         ]
         command += ["--checkpoint.interval=1", *settings]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = finished(command, cwd=ROOT)
         return folder
 
     def groups(number: int) -> tuple[str, ...]:
@@ -350,7 +348,7 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     # What an element of the array gives to titan.
     shown = script[: script.index("set -uo pipefail")] + "printf '%s\\n' \"$@\""
     variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
-    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, env=variables)
+    done = finished(["bash", "-c", shown], env=variables, code=None)
     job = load_from_argv(done.stdout.splitlines())
     section = groups_of(job)
     assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
@@ -396,7 +394,7 @@ def test_the_lighthouse_is_queued_again_while_there_are_groups(
     assert "#SBATCH --requeue" in script.read_text()
     path = f"{tmp_path}:{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", script], capture_output=True, text=True, env=variables)
+    done = finished(["bash", script], env=variables, code=None)
     assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout + done.stderr
     assert done.returncode == code or (not ends and done.returncode > 128)
 

@@ -15,7 +15,7 @@ import pyarrow
 import pytest
 
 from tests.data.conftest import make_texts, write_jsonl
-from tests.support.commands import command
+from tests.support.commands import command, finished
 from tests.support.fineweb_edu import write_files
 from titan.data import sources
 from titan.data.reading import PIECE_CHARS
@@ -211,8 +211,7 @@ def test_the_array_of_the_examples(tmp_path: Path) -> None:
             "SLURM_ARRAY_TASK_ID": str(number),
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
         }
-        done = subprocess.run(["bash", "-c", text], env=environment, cwd=tmp_path, capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        done = finished(["bash", "-c", text], env=environment, cwd=tmp_path)  # fmt: skip
         said.append(done.stdout)
     assert said[0] == "share 2 of 3 is done; left: 1,3\n" and "train: " in said[2]
     assert content_of(tmp_path / "shards") == content_of(tmp_path / "one")

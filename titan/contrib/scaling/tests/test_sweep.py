@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import Shell
+from tests.support.commands import Shell, finished
 from tests.support.tables import tabled
 from titan.base.untrusted import InputError
 from titan.cli import main as titan
@@ -85,8 +85,7 @@ def test_a_killed_sweep_goes_on(job: Path, tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     # The run that it had begun goes on alone. The next command waits for it.
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = finished(words)
     assert "1 of 3 runs are done" in done.stdout and "lr=1e-3: begins" not in done.stdout
     assert (first / "metrics.jsonl").stat().st_mtime_ns == written
     assert {row["state"] for row in rows_of(folder).values()} == {"done"}
@@ -303,7 +302,7 @@ def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path
         assert process.returncode == 75 and "stopping: runs save a checkpoint" in said
         stopped = {name: row["step"] for name, row in rows_of(folder).items()}
         assert len(stopped) == 2 and all(0 < step < 600 for step in stopped.values())
-        again = subprocess.run(words, capture_output=True, text=True, timeout=400)
+        again = finished(words, timeout=400, code=None)
         assert again.returncode == 0 and "optimizer.lr=3e-3" in again.stdout
     finally:
         cluster.shutdown()
