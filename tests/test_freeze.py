@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from tests.sim.test_trace_jobs import left_behind, trace_of
 from tests.support import traces
-from tests.support.commands import Shell
 from tests.support.jobs import job as any_job
 from tests.support.trainers import Trainer
 from tests.test_trainer import BASE, numbers, run
@@ -74,24 +73,6 @@ def test_mistakes(freeze: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"model.freeze: .*{message}"):
         run(job(tmp_path, freeze=freeze))
     dist.destroy_process_group()
-
-
-def test_the_command_says_so_in_a_line(tmp_path: Path, shell: Shell) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text('model = {flavor = "tiny", freeze = ["nothing"]}\n')
-    assert (
-        'model.freeze: no parameter matches "nothing"'
-        in shell(f"sim {file} --world-size 1 --hardware h100-sxm", code=2).err
-    )
-
-
-@pytest.mark.parametrize(("pattern", "why"), [("embed*", "no parameter matches"), ("*", "every parameter matches")])  # fmt: skip
-def test_the_check_refuses_what_training_would(
-    pattern: str, why: str, tmp_path: Path, shell: Shell
-) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text(f'model = {{flavor = "tiny", freeze = ["norm.weight",\n"{pattern}"]}}\n')
-    assert f"{file}:1: model.freeze: {why}" in shell(f"check {file}", code=2).err
 
 
 def test_the_start_says_how_many_are_frozen(

@@ -37,4 +37,4 @@ def test_it_fits_a_screen_and_a_half() -> None:
 
 def test_all_pages_are_in_plain_sentences() -> None:
     command = [sys.executable, "scripts/check_prose.py"]
-    done = finished(command, cwd=ROOT)
+    finished(command, cwd=ROOT)

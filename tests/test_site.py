@@ -18,7 +18,7 @@ pytest.importorskip("mkdocs", reason="pip install 'titan-pretrain[docs]'")
 
 def build(folder: Path, **variables: str) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    result = finished(
+    finished(
         [*command, "--config-file", "scripts/site/mkdocs.yml"],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if k != "TITAN_REPO_URL"}

@@ -66,7 +66,7 @@ def train(folder: Path, path: Path, name: str, *settings: str) -> list[dict[str,
     job.write_text(JOB.format(folder=folder, name=name, eps=eps))
     command = [sys.executable, "-m", "titan.cli", "train", str(job)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, FOLDER, ROOT)))}
-    done = finished([*command, *settings], cwd=ROOT, env=variables)
+    finished([*command, *settings], cwd=ROOT, env=variables)
     return logged_rows(folder)
 
 

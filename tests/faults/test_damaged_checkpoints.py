@@ -36,9 +36,7 @@ from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest,
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
 from titan.checkpoint.tensors import read_metadata
-from titan.checks.rules import check_to_run
-from titan.config.errors import ConfigError
-from titan.config.schema import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection
 from titan.tools import verify
 
 FILES = [
@@ -506,17 +504,6 @@ def test_a_compressed_tensor_is_refused(tmp_path: Path) -> None:
     (step / "tensors.json").write_bytes(tensor_index.render(index))
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: holds a compressed tensor"):
         load(step, {"x": torch.empty(1000)})
-
-
-@pytest.mark.parametrize(
-    "url", ["simplecache::s3://a/b", "simplecache://a", "zip://a::file:///b"]
-)
-def test_chained_urls_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = JobConfig.model_validate({"checkpoint": {"folder": url}})
-    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*chained and wrapped"):
-        check_to_run(config, world_size=1)
-    assert verify.main([url]) == 2
-    assert "chained and wrapped file systems are not used" in capsys.readouterr().err
 
 
 def test_the_index_reads_back_as_torch_wrote_it(run_dir: Path) -> None:

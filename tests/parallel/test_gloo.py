@@ -198,4 +198,4 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert made == {expected}, made
 """
     environment = os.environ | {"GLOO_SOCKET_IFNAME": name}
-    done = finished([sys.executable, "-c", program], env=environment)
+    finished([sys.executable, "-c", program], env=environment)

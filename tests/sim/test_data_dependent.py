@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.commands import finished
+
 ROOT = Path(__file__).parents[2]
 OPT = ROOT / "examples" / "opt_family"
 FAMILY = """
 import torch
-from tests.support.commands import finished
 from titan_opt import FLAVORS, TENSOR_PLAN, build_model as build_opt
 from titan_opt.model import FeedForward
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import Shell
 from tests.support.jobs import ROOT
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
@@ -112,10 +111,3 @@ def test_a_limit_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm"]
     assert main([*JOB, "--only=fsdp", *where, "--memory=2"]) == 1
     assert "no choice fits in 2.0 of 2 GiB; it needs" in capsys.readouterr().err
-
-
-def test_only_takes_nothing_else(shell: Shell) -> None:
-    assert (
-        "fsdp"
-        in shell("plan", *JOB, "--only=tp", "--world-size=2", "--hardware=h100-sxm", code=2).err
-    )

@@ -16,7 +16,6 @@ import torch
 import titan
 from tests.support.commands import Shell, finished
 from tests.support.jobs import ROOT
-from tests.support.tables import tabled
 from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.config.model import family
@@ -424,29 +423,6 @@ def test_the_front_holds_what_nothing_beats() -> None:
         variant(10, 99, False),
     )
     assert front([beaten, smaller, too_big, best]) == [best, smaller]
-
-
-@tabled("arguments, printed")
-def test_mistakes(
-    arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sim("--world-size=2", *ON, *arguments) == 2
-    assert printed in capsys.readouterr().err
-
-
-def test_a_sweep_drops_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.toml"
-    lines = (
-        'name = "h100-sxm"',
-        'base = "h100-sxm"',
-        "nic_gb_per_s = 5",
-        "[sources]",
-        'nic_gb_per_s = "me"',
-    )
-    file.write_text("\n".join(lines), "utf-8")
-    both = ["--world-size", "2", "--hardware", f"h100-sxm,{file}"]
-    assert sim(*both, "--sweep", "training.local_batch_size=1") == 2
-    assert "two profiles are named 'h100-sxm'" in capsys.readouterr().err
 
 
 def test_speed_on_machines_of_the_same_name(

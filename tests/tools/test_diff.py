@@ -401,22 +401,3 @@ def test_what_is_recomputed_is_recorded_and_disturbed(mode: str, tmp_path: Path)
     assert (found.differences, found.left_out, found.worst) == ([], 0, 0.0)
     moved = steps("moved", debug=recorded | {"record_perturbed": 1}, **checkpoint)
     assert 0 < compare(plain, moved).worst < 1
-
-
-def test_a_job_that_cannot_run_is_a_line_and_exit_code_2(tmp_path: Path, shell: Shell) -> None:
-    (path := tmp_path / "job.toml").write_text(JOB)
-    assert (
-        "did you mean 'tiny'?"
-        in shell(f"diff {path} {path} --b.model.flavor=tinny", code=2).err
-    )
-    said = shell(f"diff {path} {tmp_path}/none.toml", code=2)
-    assert (
-        "none.toml" in said.err and "training" not in said.out
-    )  # nor was the first job trained
-    assert (
-        f"--json: there is no folder {tmp_path / 'no'}"
-        in shell(f"diff {path} {path} --json {tmp_path}/no/x.json", code=2).err
-    )
-    (tmp_path / "kept" / "b").mkdir(parents=True)
-    said = shell(f"diff {path} {path} --output {tmp_path}/kept", code=2)
-    assert "kept/b exists; name a new folder" in said.err and "training" not in said.out

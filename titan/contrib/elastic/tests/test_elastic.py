@@ -90,7 +90,7 @@ def test_a_checkpoint_of_three_groups_resumes_with_any_number(tmp_path: Path) ->
             f"--job.dump_folder={folder}",
         ]
         command += ["--checkpoint.interval=1", *settings]
-        done = finished(command, cwd=ROOT)
+        finished(command, cwd=ROOT)
         return folder
 
     def groups(number: int) -> tuple[str, ...]:

@@ -146,13 +146,6 @@ def test_mistakes_are_lines(
     assert not (tmp_path / "s").exists()
 
 
-def test_a_report_takes_no_job(job: Path, shell: Shell) -> None:
-    assert (
-        "--report: takes the runs of the folder: remove "
-        in shell(f"sweep {job} --report", code=2).err
-    )
-
-
 def test_a_folder_keeps_the_runs_of_its_sweep(
     job: Path,
     tmp_path: Path,
