@@ -18,6 +18,7 @@ from tests.support.ranks import Pool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = [
+    "tests.support.commands",
     "tests.support.lanes",
     "tests.support.not_run",
     "tests.support.costs",

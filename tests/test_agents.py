@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.commands import finished
 from tests.test_cli import install
 from titan.config.toml import tomllib
 
@@ -92,7 +93,7 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
     install(tree, "titan_pretrain", **{k[6:]: v for k, v in project["entry-points"].items()})
     variables = dict(os.environ) | {"PYTHONPATH": str(tree)}
-    return subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True)
+    return finished(command, cwd=tree, env=variables, code=None)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -103,8 +104,7 @@ def test_a_recipe_does_what_it_says(name: str, tree: Path) -> None:
             files = [str(path) for path in before if path.suffix == ".py"]
             for check in (["check"], ["format", "--check"]):
                 command = [sys.executable, "-m", "ruff", *check, *files]
-                result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-                assert result.returncode == 0, result.stdout + result.stderr
+                result = finished(command, cwd=tree)
         [command] = [block.text for block in RECIPES[name] if block.language == "sh"]
         program, *arguments = shlex.split(command)
         assert program == ".venv/bin/pytest"

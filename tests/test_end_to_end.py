@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import Shell, finished
 from tests.support.runs import logged_rows
-from titan.cli import main
 
 ROOT = Path(__file__).parents[1]
 TITAN = [sys.executable, "-m", "titan.cli"]
 
 
 def titan(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*TITAN, *arguments], capture_output=True, text=True, timeout=timeout_s, cwd=ROOT
-    )
+    return finished([*TITAN, *arguments], timeout=timeout_s, cwd=ROOT, code=None)
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +98,15 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def test_generate_from_the_run_and_from_a_step(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_from_the_run_and_from_a_step(run_dir: Path, shell: Shell) -> None:
     words = ("--prompt", "def ", "--max-new-tokens", "40")
     whole = titan("generate", "--checkpoint", str(run_dir), *words)
     assert whole.returncode == 0, whole.stderr
     assert whole.stdout.startswith("def ") and len(whole.stdout) > 20
     step = run_dir / "checkpoint" / "step-60"
-    assert main(["generate", "--checkpoint", str(step), *words]) == 0
-    assert capsys.readouterr().out == whole.stdout  # same seed, same step
-    assert main(["generate", "--checkpoint", str(run_dir.parent / "nothing")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    # The same seed and the same step.
+    assert shell(f"generate --checkpoint {step}", *words).out == whole.stdout
+    assert shell(f"generate --checkpoint {run_dir.parent}/nothing", code=2).err.count("\n") == 1
 
 
 def test_missing_data_is_the_users_mistake_in_both_ranks(tmp_path: Path) -> None:

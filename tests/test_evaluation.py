@@ -17,7 +17,6 @@ from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.tables import table as rows_of
 from tests.support.trainers import PoolTrainer
-from titan import cli
 from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
@@ -210,26 +209,6 @@ def test_a_line_without_an_answer_is_named(
     with pytest.raises(InputError) as error:
         read_task(str(file))
     assert f"{file}{expected}" in str(error.value)
-
-
-def test_a_job_names_its_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "job.toml"
-    (tmp_path / "stdlib_cloze.jsonl").write_text(GOOD)
-    tasks = [["stdlib_choise"], ["stdlib_cloze", str(tmp_path / "stdlib_cloze.jsonl")]]
-    file.write_text(
-        "".join(f"[[evaluation]]\ntasks = {json.dumps(names)}\n" for names in tasks)
-    )
-    assert cli.main(["check", str(file)]) == 2
-    *problems, count = capsys.readouterr().err.splitlines()
-    hint = "did you mean 'stdlib_choice'? There are stdlib_choice, stdlib_cloze, or name a file"
-    assert problems[0].startswith(
-        f'{file}:2: evaluation[0].tasks: unknown task "stdlib_choise"; {hint}'
-    )
-    assert (
-        problems[1]
-        == f'{file}:4: evaluation[1].tasks: two tasks are named "stdlib_cloze"; rename a file'
-    )
-    assert count == "2 problems"
 
 
 def test_another_task_of_a_model_has_none(tmp_path: Path) -> None:

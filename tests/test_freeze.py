@@ -18,7 +18,6 @@ from tests.support.trainers import Trainer
 from tests.test_trainer import BASE, numbers, run
 from titan.base.untrusted import InputError
 from titan.checkpoint.manager import CheckpointError
-from titan.cli import main
 from titan.sim.record.trace import Allocate
 
 FROZEN = ["tok_embeddings.*", "layers.0.*", "layers.*.attention.wv.weight"]
@@ -74,25 +73,6 @@ def test_mistakes(freeze: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"model.freeze: .*{message}"):
         run(job(tmp_path, freeze=freeze))
     dist.destroy_process_group()
-
-
-def test_the_command_says_so_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text('model = {flavor = "tiny", freeze = ["nothing"]}\n')
-    assert main(["sim", str(file), "--world-size", "1", "--hardware", "h100-sxm"]) == 2
-    assert 'model.freeze: no parameter matches "nothing"' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("pattern", "why"), [("embed*", "no parameter matches"), ("*", "every parameter matches")])  # fmt: skip
-def test_the_check_refuses_what_training_would(
-    pattern: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "job.toml"
-    file.write_text(f'model = {{flavor = "tiny", freeze = ["norm.weight",\n"{pattern}"]}}\n')
-    assert main(["check", str(file)]) == 2
-    assert f"{file}:1: model.freeze: {why}" in capsys.readouterr().err
 
 
 def test_the_start_says_how_many_are_frozen(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 from tests.support.swapped_device import copy_tests
 
@@ -27,7 +27,7 @@ def run_swapped(folder: Path, *options: str) -> tuple[str, dict[str, int]]:
         *options,
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = finished(command, cwd=ROOT, env=environment, code=None)
     counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", done.stdout[-300:])
     return done.stdout, {kind: int(number) for number, kind in counts}
 

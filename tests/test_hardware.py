@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.base import hardware
 from titan.base.hardware import HARDWARE, by_name, recognise
 
@@ -53,10 +53,7 @@ def test_unknown_name_lists_the_known() -> None:
 NVIDIA, CPU_NODES = ["nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl"], ["0", "0"]
 
 
-@pytest.mark.parametrize(
-    ("version", "nvidia", "amd", "variables", "count"),
-    table(__file__, "accelerators_are_counted_without_torch"),
-)
+@tabled("version, nvidia, amd, variables, count")
 def test_accelerators_are_counted_without_torch(
     version: str,
     nvidia: list[str],

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 from tests.support.pages import blocks
 
@@ -51,12 +51,5 @@ def test_it_runs_in_a_checkout_and_beside_an_installed_titan(
     setup = f"import sys; sys.executable = {str(tmp_path / 'python')!r}\n{CODE[0]}"
     run = f"import subprocess; sys.exit(subprocess.run(['bash', '-ec', {CODE[1].removeprefix('%%bash')!r}]).returncode)"
     code = f"{setup}\nprint(os.getcwd(), flush=True)\n{run}"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
-    assert done.returncode == 0, done.stderr
+    done = finished([sys.executable, "-S", "-c", code], cwd=folder, env=os.environ)
     assert done.stdout.split() == [str(ROOT if folder != Path("/") else folder)]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
+
 ROOT = Path(__file__).parents[1]
 PROBE = "import titan, titan.models.llama3 as m; print(titan.__file__); print(m.__file__); print(m.FLAVORS['8B'].num_params)"
 
@@ -29,10 +31,7 @@ def users_folder(tmp_path: Path) -> Path:
 def probe(folder: Path, **variables: str) -> list[str]:
     command = [sys.executable, "-c", PROBE]
     environment = {**os.environ, **variables}
-    result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env=environment
-    )
-    assert result.returncode == 0, result.stderr
+    result = finished(command, cwd=folder, env=environment)
     return result.stdout.splitlines()
 
 
@@ -47,11 +46,8 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     source = tmp_path / "source"  # a copy: building leaves files behind
-    files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+    files = finished(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, code=None
     ).stdout.split()
     for name in files:
         parts = ("titan/", "models/", "train_configs/", "docs/", "pyproject.toml", "README.md")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.test_cli import DEBUG, ROOT, install, titan
 
 PACKAGE = '''
@@ -83,9 +83,7 @@ def test_keys_and_tables(folder: Path) -> None:
     assert schema["$defs"]["MetricsSection"]["properties"]["walks"]["description"] == "A day."
     assert "log_freq" in schema["$defs"]["MetricsSection"]["properties"]
     program = "import pickle, sys; from titan.config.load import load_config; config = load_config(sys.argv[1]); again = pickle.loads(pickle.dumps(config)); print(again == config, again.metrics.is_fit, config.metrics.walks)"
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(job)], capture_output=True, text=True
-    )
+    result = finished([sys.executable, "-c", program, str(job)], code=None)
     assert result.stdout == "True True 4\n", result.stderr
 
 
@@ -122,8 +120,7 @@ def test_order_of_hooks(folder: Path) -> None:
     install(folder, "my-dog", hooks={"shy": "my_dog:shy", "eager": "my_dog:eager"})
     program = "import sys; from titan.run.standard_hooks import standard_hooks; from titan.run.trainer import Trainer; from titan.config.load import load_config; job = load_config(sys.argv[1], overrides=['job.dump_folder=' + sys.argv[2]]); trainer = Trainer(job, hooks=standard_hooks); print([type(hook).__name__ for hook in trainer.hooks]); trainer.close()"
     command = [sys.executable, "-c", program, str(ROOT / DEBUG), str(folder / "run")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = finished(command)
     names = result.stdout.splitlines()[-1]
     assert names.startswith("['Eager', 'StepLimit'") and names.endswith(
         "'Checkpointing', 'Metrics']"

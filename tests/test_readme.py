@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import titan
+from tests.support.commands import finished
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -37,5 +37,4 @@ def test_it_fits_a_screen_and_a_half() -> None:
 
 def test_all_pages_are_in_plain_sentences() -> None:
     command = [sys.executable, "scripts/check_prose.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    finished(command, cwd=ROOT)

@@ -20,10 +20,10 @@ def test_a_refusal(sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     row = ROWS[sentence]
     for name, text in row.get("files", {}).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text.replace("{folder}", str(tmp_path)))
     assert cli.main([word.replace("{folder}", str(tmp_path)) for word in row["command"]]) == 2
     out, err = capsys.readouterr()
-    if "--json" in row["command"]:
+    if row["command"][-1] == "--json":
         assert json.loads(out)["problems"] and not err
     else:
         assert not out

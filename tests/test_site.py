@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 
 pytest.importorskip("mkdocs", reason="pip install 'titan-pretrain[docs]'")
@@ -18,16 +18,13 @@ pytest.importorskip("mkdocs", reason="pip install 'titan-pretrain[docs]'")
 
 def build(folder: Path, **variables: str) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    result = subprocess.run(
+    finished(
         [*command, "--config-file", "scripts/site/mkdocs.yml"],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if k != "TITAN_REPO_URL"}
         | {"NO_MKDOCS_2_WARNING": "1"}
         | variables,
-        capture_output=True,
-        text=True,
     )
-    assert result.returncode == 0, result.stderr
 
 
 def test_the_menu_has_every_page_and_few(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 from tokenizers import AddedToken, Tokenizer
 
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
 from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint import CheckpointError
 from titan.checks.machine import check_machine
-from titan.cli import main as titan
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 
@@ -100,7 +100,7 @@ def problems(config: JobConfig) -> list[str]:
 
 
 def test_a_resume_with_another_tokenizer_is_refused_before_anything_changes(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Path, tmp_path: Path, shell: Shell
 ) -> None:
     folder = copied(made, tmp_path)
     run = folder / "run"
@@ -119,8 +119,7 @@ def test_a_resume_with_another_tokenizer_is_refused_before_anything_changes(
         assert files(run / "checkpoint") == before
         (tmp_path / "job.toml").write_text(to_toml(other))
         for command in (["check"], ["train", "--nproc", "1"]):
-            assert titan([command[0], str(tmp_path / "job.toml"), *command[1:]]) == 2
-            said = capsys.readouterr().err
+            said = shell(f"{command[0]} {tmp_path}/job.toml", *command[1:], code=2).err
             assert said.count("its weights belong") == 1, said
     excluded = {"exclude_from_loading": ["tokenizer"]}
     assert not problems(

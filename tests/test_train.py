@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import job
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.run_folder import write_status
 from titan.base.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
 from titan.run.train import is_finished
@@ -46,18 +47,14 @@ def test_a_stopped_rank_ends_with_0_if_torchrun_would_start_it_again(
     assert for_agent(EXIT_STOPPED) == for_agent(EXIT_FAILED) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    table(__file__, "a_name_that_torch_does_not_know_ends_the_command_in_one_line"),
-)
+@tabled("options, line")
 def test_a_name_that_torch_does_not_know_ends_the_command_in_one_line(
     options: list[str], line: str, tmp_path: Path
 ) -> None:
     job_file = Path(__file__).parents[1] / "train_configs" / "demo.toml"
     command = [sys.executable, "-m", "titan.cli", "train", str(job_file), *options]
     folder = f"--job.dump_folder={tmp_path}"
-    done = subprocess.run([*command, folder], capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
+    done = finished([*command, folder], code=2)
     assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr
 
 

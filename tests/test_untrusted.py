@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.tables import table
 from titan.base.untrusted import (
     InputError,
@@ -436,8 +436,7 @@ def serve(reader: str, home: Path) -> None:
 @pytest.mark.parametrize("reader", READERS)
 def test_damaged_files(reader: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.test_untrusted", reader, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = finished(command)
     wrong = []
     for number, (kind, ((_, read), damages)) in enumerate(KINDS.items()):
         for name in (damage.__name__ for damage in damages if read.__name__ == reader):

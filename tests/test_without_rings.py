@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
+
 ROOT = Path(__file__).parents[1]
 # A command of each ring.
 RINGS = {
@@ -64,9 +66,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tracked() -> list[str]:
     listed = ["git", "ls-files", "-co", "--exclude-standard"]
-    return subprocess.run(
-        listed, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    return finished(listed, cwd=ROOT).stdout.split()
 
 
 def copy(name: str, folder: Path) -> None:
@@ -97,7 +97,7 @@ def install(ring: str, shared: Path) -> None:
 
 def run(shared: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [shared / "venv" / "bin" / "python", *arguments]
-    return subprocess.run(command, cwd=shared / "checkout", capture_output=True, text=True)
+    return finished(command, cwd=shared / "checkout", code=None)
 
 
 @pytest.mark.parametrize("ring", RINGS)

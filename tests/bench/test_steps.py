@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 from tests.support.runs import logged_rows
 from titan.checks.rules import check_to_run, load_to_run
@@ -158,11 +159,10 @@ import torchtitan_spec
         "Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n"
     )
     paths = [str(tmp_path), str(ROOT / "scripts/bench"), str(ROOT)]
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
+        code=None,
     )
     names = ["1B", "3B", "8B-blocks", "tiny", "tiny-blocks", "debugmodel"]
     assert done.stdout.split() == ["llama3", *names], done
@@ -200,9 +200,7 @@ def test_every_row_of_gpu_sh_can_run(
 @pytest.mark.slow
 def test_gpu_sh_runs_in_a_clone_that_is_not_installed(tmp_path: Path) -> None:
     clone, packages = tmp_path / "clone", tmp_path / "venv"
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    tracked = finished(["git", "ls-files"], cwd=ROOT)
     for name in tracked.stdout.split():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
@@ -224,9 +222,7 @@ def test_gpu_sh_runs_in_a_clone_that_is_not_installed(tmp_path: Path) -> None:
     def run(folder: str, **more: str) -> str:
         command = ["bash", clone / "scripts/bench/gpu.sh", tmp_path / folder]
         environment = {**os.environ, **variables, "ONLY": only, **more}
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        ).stdout
+        return finished(command, env=environment).stdout
 
     said = run("first")
     assert said.count("exit code 0") == len(only.split()) and "complete: " in said, said

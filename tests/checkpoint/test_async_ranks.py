@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import (
     CheckpointManager,
@@ -61,10 +61,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize(
-    ("mode", "parallelism"),
-    table(__file__, "resumed_equals_uninterrupted"),
-)
+@tabled("mode, parallelism")
 def test_resumed_equals_uninterrupted(
     mode: str, parallelism: dict[str, int], pool: Pool, tmp_path: Path
 ) -> None:

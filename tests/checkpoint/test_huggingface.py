@@ -26,13 +26,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support import jobs
+from tests.support.commands import Shell
 from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.runs import logged_rows
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
-from titan import cli
 from titan.checkpoint import SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -416,10 +416,7 @@ def test_shipped_jobs_name_folders_of_their_model(name: str, tmp_path: Path) -> 
     assert read_sizes(folder) == (section.name, section.sizes)
 
 
-@pytest.mark.parametrize(
-    ("published", "flavor", "overrides"),
-    table(__file__, "published_configs_are_our_flavors"),
-)
+@tabled("published, flavor, overrides")
 def test_published_configs_are_our_flavors(
     published: str, flavor: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -556,7 +553,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_a_line_that_names_it(
-    case: str, sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, sources, tmp_path: Path, shell: Shell
 ) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -564,33 +561,34 @@ def test_refused_in_a_line_that_names_it(
         (folder / file.name).write_bytes(file.read_bytes())
     change, told = REFUSED[case]
     change(folder)
-    assert cli.main(["convert", "from-hf", str(folder), str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
+    error = shell(f"convert from-hf {folder} {tmp_path}/out", code=2).err
     assert error.startswith(f"{folder}")
     assert told in error
     assert not (tmp_path / "out").exists()
     assert not (folder / "executed").exists()
 
 
-def test_a_step_of_another_model(sources, tmp_path: Path, capsys) -> None:
+def test_a_step_of_another_model(sources, tmp_path: Path, shell: Shell) -> None:
     there = tmp_path / "there"
     assert convert.main(["from-hf", str(sources["llama3", True]), str(there)]) == 0
     config = there / "config.toml"
     assert "[tokenizer]" not in config.read_text(), "the folder has none"
     config.write_text(config.read_text().replace("n_layers = 2", "n_layers = 3"))
-    assert cli.main(["convert", "to-hf", str(there), str(tmp_path / "out")]) == 2
-    assert "step-0 lacks model." in capsys.readouterr().err
+    assert "step-0 lacks model." in shell(f"convert to-hf {there} {tmp_path}/out", code=2).err
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
 
-def test_nothing_is_overwritten(sources, tmp_path: Path, capsys) -> None:
+def test_nothing_is_overwritten(sources, tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     source = str(sources["llama3", False])
-    assert cli.main(["convert", "from-hf", source, str(tmp_path / "out")]) == 2
-    assert "out is there already" in capsys.readouterr().err
-    assert cli.main(["convert", "from-hf", f"{source}-no", str(tmp_path / "new")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
+    assert (
+        "out is there already" in shell(f"convert from-hf {source} {tmp_path}/out", code=2).err
+    )
+    assert (
+        "there is no such folder"
+        in shell(f"convert from-hf {source}-no {tmp_path}/new", code=2).err
+    )
 
 
 def test_a_failed_export_leaves_what_was_there(

@@ -21,11 +21,11 @@ from tests.checkpoint.test_huggingface import (
     losses,
     train,
 )
+from tests.support.commands import Shell
 from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
-from tests.support.tables import table
-from titan import cli
+from tests.support.tables import table, tabled
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -254,7 +254,7 @@ def test_released_fp8_weights_and_their_extra_layer(
     assert torch.equal(part, expected[names[0]][100:160, 150:250])
 
 
-def test_scales_of_another_shape_are_refused(sources, tmp_path: Path, capsys) -> None:
+def test_scales_of_another_shape_are_refused(sources, tmp_path: Path, shell: Shell) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for file in sources["DeepseekV3"].iterdir():
@@ -263,8 +263,10 @@ def test_scales_of_another_shape_are_refused(sources, tmp_path: Path, capsys) ->
     quantize(source, [name])
     file = next(f for f in source.glob("*.safetensors") if name in load_file(f))
     save_file(load_file(file) | {f"{name}_scale_inv": torch.ones(2, 1)}, file)
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "out")]) == 2
-    assert f"{name}_scale_inv has shape [2, 1]" in capsys.readouterr().err
+    assert (
+        f"{name}_scale_inv has shape [2, 1]"
+        in shell(f"convert from-hf {source} {tmp_path}/out", code=2).err
+    )
 
 
 def pack(folder: Path) -> dict[str, Tensor]:
@@ -343,7 +345,13 @@ def test_published_mxfp4_weights(packed, tmp_path: Path) -> None:
     ],
 )
 def test_mxfp4_that_is_refused(
-    name: str, dtype: torch.dtype, shape: Any, message: str, packed, tmp_path: Path, capsys
+    name: str,
+    dtype: torch.dtype,
+    shape: Any,
+    message: str,
+    packed,
+    tmp_path: Path,
+    shell: Shell,
 ) -> None:
     source, _ = packed
     name = f"model.layers.1.mlp.experts.gate_up_proj{name}"
@@ -351,8 +359,7 @@ def test_mxfp4_that_is_refused(
     held = load_file(file)
     changed = torch.full(shape or held[name].shape, 255, dtype=torch.uint8)  # as a scale: NaN
     save_file(held | {name: changed.to(dtype)}, file)
-    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
+    assert message in shell(f"convert from-hf {source} {tmp_path}/out", code=2).err
 
 
 def test_another_quantization_is_refused(packed, sources) -> None:
@@ -369,10 +376,7 @@ def test_another_quantization_is_refused(packed, sources) -> None:
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("published", "name", "flavor"),
-    table(__file__, "published_configs_are_our_flavors"),
-)
+@tabled("published, name, flavor")
 def test_published_configs_are_our_flavors(published: str, name: str, flavor: str) -> None:
     found, sizes = read_sizes(HFFolder(Path(), PUBLISHED[published], {}))
     assert found == name and model_keys(name, sizes, Path()) == {"name": name, "flavor": flavor}
@@ -382,7 +386,9 @@ def test_published_configs_are_our_flavors(published: str, name: str, flavor: st
 # ---- what has no form there ------------------------------------------------------------------------
 
 
-def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsys) -> None:
+def test_a_routing_bias_that_transformers_has_not(
+    sources, tmp_path: Path, shell: Shell
+) -> None:
     there, out = tmp_path / "there", tmp_path / "out"
     name, sizes = read_sizes(open_folder(sources["Qwen3Moe"]))
     model = HFModel.of(name, sizes)
@@ -401,8 +407,7 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
     metadata = json.loads((step / "titan.json").read_text())
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=there)
     manager.save(1, state, metadata=metadata | {"step": 1})
-    assert cli.main(["convert", "to-hf", str(there), str(out)]) == 2
-    assert message in capsys.readouterr().err and not out.exists()
+    assert message in shell(f"convert to-hf {there} {out}", code=2).err and not out.exists()
 
 
 def test_a_model_that_transformers_has_not() -> None:

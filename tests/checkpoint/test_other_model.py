@@ -15,7 +15,7 @@ import torch
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer
 from titan.checkpoint.manager import CheckpointError, model_state
 from titan.config.model import families, family
@@ -100,10 +100,7 @@ def test_retention_keeps_the_steps_of_another_model(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-4"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    table(__file__, "a_run_may_begin_with_another_model_where_it_says_so"),
-)
+@tabled("change, said")
 def test_a_run_may_begin_with_another_model_where_it_says_so(
     change: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,11 +23,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.commands import Shell
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.metrics import read_json_lines
 from tests.support.runs import logged_rows
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from tests.support.trainers import Trainer
 from titan.base.signals import StopRequest
 from titan.checkpoint import staging as staging_module
@@ -47,7 +48,6 @@ from titan.checkpoint.saved_model import find_checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import storage_of
 from titan.checks.rules import check
-from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.observe.metrics import MetricsLog
@@ -265,10 +265,7 @@ def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    table(__file__, "settings_that_contradict"),
-)
+@tabled("settings, message")
 def test_settings_that_contradict(
     settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -563,7 +560,7 @@ def test_a_run_with_a_remote_folder_resumes(url: str, mode: str, tmp_path: Path)
 
 
 def test_a_moved_run_is_used_from_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     """With its own tokenizer, even where the job's relative path means another file."""
     pytest.importorskip("tokenizers")
@@ -582,14 +579,13 @@ def test_a_moved_run_is_used_from_another_folder(
     settings = {"tokenizer": {"path": "mine"}, "model": {"overrides": {"vocab_size": 4}}}
     run(job("run", **settings, training={"steps": 2}))
     run(job("run", **settings, training={"steps": 3}))  # a resume keeps the copy
-    capsys.readouterr()
     at_home.joinpath("run").rename(elsewhere / "moved")
     monkeypatch.chdir(elsewhere)
 
     def generated(*options: str) -> set[str]:
         argv = ["--checkpoint", "moved", "--max-new-tokens", "30", *options]
-        assert titan(["generate", *argv]) == 0
-        return {*capsys.readouterr().out} - {" ", "\n"}
+        printed = shell("generate", *argv)
+        return {*printed.out} - {" ", "\n"}
 
     assert generated("--prompt", "a") == {*"abcd"}
     assert generated("--prompt", "w", "--tokenizer", "mine") == {*"wxyz"}
@@ -598,36 +594,33 @@ def test_a_moved_run_is_used_from_another_folder(
         ("out", [], copy),
         ("other", ["--tokenizer", "mine"], elsewhere / "mine" / "tokenizer.json"),
     ):
-        assert titan(["convert", "to-hf", "moved", out, *options]) == 0
+        shell(f"convert to-hf moved {out}", *options)
         assert (elsewhere / out / "tokenizer.json").read_bytes() == expected.read_bytes()
-    assert titan(["generate", "--checkpoint", "moved", "--tokenizer", "bytes"]) == 2
-    assert "the tokenizer has 258 tokens, but llama3 tiny has" in capsys.readouterr().err
+    assert (
+        "the tokenizer has 258 tokens, but llama3 tiny has"
+        in shell("generate --checkpoint moved --tokenizer bytes", code=2).err
+    )
     # Without a copy, as of a run of an older titan, the message names the option.
     copy.unlink()
     copy.parent.rmdir()
     (elsewhere / "mine").rename(elsewhere / "gone")
-    capsys.readouterr()
     for command in (
         ["generate", "--checkpoint", "moved"],
         ["convert", "to-hf", "moved", "none"],
     ):
-        assert titan(command) == 2
-        assert "--tokenizer PATH gives the permission" in capsys.readouterr().err
+        assert "--tokenizer PATH gives the permission" in shell("", *command, code=2).err
 
 
-def test_generate_finds_the_checkpoints_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_finds_the_checkpoints_of_a_run(tmp_path: Path, shell: Shell) -> None:
     run(job(tmp_path, checkpoint={"interval": 3, "folder": "elsewhere"}))
-    capsys.readouterr()
     step = tmp_path / "elsewhere" / "step-6"
     for where in (tmp_path, step.parent, step, f"file://{step}"):
-        argv = ["--checkpoint", str(where), "--prompt", "a", "--max-new-tokens", "2"]
-        assert titan(["generate", *argv]) == 0
-        assert f"{step}, temperature" in capsys.readouterr().err
+        argv = f"--checkpoint {where} --prompt a --max-new-tokens 2"
+        assert f"{step}, temperature" in shell(f"generate {argv}").err
     for where in (tmp_path / "logs", tmp_path / "elsewhere" / "step-7", tmp_path / "no"):
-        assert titan(["generate", "--checkpoint", str(where)]) == 2
-        assert capsys.readouterr().err.startswith(f"{where} holds no checkpoint; name a run")
+        assert shell(f"generate --checkpoint {where}", code=2).err.startswith(
+            f"{where} holds no checkpoint; name a run"
+        )
 
 
 class StrictZipFile(zipfile.ZipFile):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.drawn_layouts import (
     ALL_KEYS,
     BALANCER,
@@ -227,8 +227,7 @@ def seen() -> dict[str, int]:
         "from tests.config.test_bad_layouts import compare; print(json.dumps(compare()))"
     )
     command = [sys.executable, "-c", script, str(Path(__file__).parents[2])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = finished(command, timeout=120)
     return json.loads(result.stdout)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import golden_errors as golden
-from tests.support.tables import table
+from tests.support.commands import finished
+from tests.support.tables import table, tabled
 from titan import cli
 from titan.base.untrusted import printable
 from titan.checks.rules import advise, check, check_layout
@@ -106,7 +106,7 @@ def run(command: str, job: golden.Job, folder: Path) -> None:
     option = "--world-size" if command == "check" else "--nproc"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with golden.environment(job):
-        result = subprocess.run(
+        result = finished(
             [
                 sys.executable,
                 "-c",
@@ -115,9 +115,8 @@ def run(command: str, job: golden.Job, folder: Path) -> None:
                 *golden.argv(job),
                 f"{option}={job.get('ranks', 1)}",
             ],
-            capture_output=True,
-            text=True,
             timeout=300,
+            code=None,
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (result.returncode, result.stdout) == (2, "False\n"), result.stderr
@@ -140,10 +139,7 @@ def test_the_same_as_users_run_it(command: str, every: int, folder: Path) -> Non
 # ---- what errors.json cannot hold ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    table(__file__, "a_short_run_is_warned_of_what_is_cut"),
-)  # fmt: skip
+@tabled("text, expected")
 def test_a_short_run_is_warned_of_what_is_cut(
     text: str, expected: list[list[int | str]], tmp_path: Path
 ) -> None:

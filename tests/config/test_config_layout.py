@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.checks.rules import check, check_layout, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
@@ -33,10 +33,7 @@ def test_shipped_jobs_are_sound(job: Path) -> None:
     assert check_layout(config, world_size=FITTING[job.stem]) == []
 
 
-@pytest.mark.parametrize(
-    ("degrees", "world_size", "expected"),
-    table(__file__, "layouts"),
-)
+@tabled("degrees, world_size, expected")
 def test_layouts(degrees: dict[str, int], world_size: int, expected: list[int]) -> None:
     layout = resolve_layout(JobConfig.model_validate({"parallelism": degrees}), world_size)
     assert [layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp] == expected

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config.errors import ConfigError, key_text, parent
 from titan.config.load import Arguments, load_config, parse_args
 from titan.config.render import to_toml
@@ -131,10 +131,7 @@ def test_later_wins(tmp_path: Path) -> None:
     assert config.compile.components == ["loss"]
 
 
-@pytest.mark.parametrize(
-    ("override", "section", "key", "value"),
-    table(__file__, "override_values"),
-)
+@tabled("override, section, key, value")
 def test_override_values(
     override: str, section: str, key: str, value: Any, tmp_path: Path
 ) -> None:
@@ -170,10 +167,7 @@ def test_command_line_is_split() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    table(__file__, "a_wrong_command_line_is_reported"),
-)
+@tabled("argv, message")
 def test_a_wrong_command_line_is_reported(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(argv, options=["--nproc"])

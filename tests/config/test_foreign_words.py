@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.cli import main as titan
 from titan.commands import command_names
 from titan.config import errors
@@ -41,10 +41,7 @@ def test_a_foreign_word_is_answered(hint: str, tmp_path: Path) -> None:
     assert options.endswith((f"; {hint}", "?", "into a TOML file")) or is_other
 
 
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    table(__file__, "an_answer_is_true"),
-)
+@tabled("line, answer")
 def test_an_answer_is_true(
     line: str,
     answer: str,

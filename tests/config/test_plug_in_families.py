@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.commands import finished
+from tests.support.tables import tabled
 from titan.checks.layout_rules import check_layout
 from titan.checks.rules import check
 from titan.config import model, plug_ins
@@ -54,10 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    table(__file__, "what_a_family_lacks_is_one_line"),
-)
+@tabled("source, message")
 def test_what_a_family_lacks_is_one_line(folder: Path, source: str, message: str) -> None:
     (folder / "mine_family.py").write_text(source)
     config, findings = ModelSection(name="mine", flavor="tiny").resolved
@@ -96,7 +93,7 @@ def test_a_forward_with_other_names_is_a_line_of_the_job(
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (folder, OPT, ROOT))))
     argv = [sys.executable, "-m", "titan.cli", command, str(folder / "job.toml")]
-    result = subprocess.run(argv, capture_output=True, text=True, cwd=folder)
+    result = finished(argv, cwd=folder, code=None)
     lines = result.stderr.splitlines()
     assert (result.returncode, lines[1:]) == (2, [])
     assert lines[0].startswith(f"{folder}/job.toml:2: model.name: {SAID} is called as forward(")

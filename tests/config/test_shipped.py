@@ -11,15 +11,15 @@ from urllib.request import url2pathname
 
 import pytest
 
+from tests.support.commands import Shell
 from titan.cli import main
 from titan.config.load import load_config
 from titan.models.llama3 import FLAVORS
 from titan.tools.shipped import about, jobs
 
 
-def test_every_shipped_job_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_every_shipped_job_says_what_it_is(shell: Shell) -> None:
+    lines = shell("config --list").out.splitlines()
     assert [line.split()[0] for line in lines] == list(jobs())
     assert all(about(file) in line for file, line in zip(jobs().values(), lines, strict=True))
     assert all(about(file).endswith(".") for file in jobs().values())
@@ -79,7 +79,7 @@ def test_two_commands_train_on_own_text(
 
 
 def test_a_job_suits_the_size_of_its_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (folder := tmp_path / "text").mkdir()
@@ -90,17 +90,15 @@ def test_a_job_suits_the_size_of_its_text(
     left_out = "text (1 file, left out: 1 *.pdf)"
     for size, ids, steps in (("20000", 616, 33), ("300000", 2016, 145)):
         (folder / "book.txt").write_bytes(words.encode()[: int(size)])
-        assert main(["init", size, "--text", "text"]) == 0
+        printed = shell(f"init {size} --text text")
         job = load_config(size)
         assert (job.model.sizes.vocab_size, job.training.steps) == (ids, steps)
-        assert left_out in capsys.readouterr().out
+        assert left_out in printed.out
     # Part of a long file is kept for validation.
-    assert main(["train", size, "--training.steps=2", "--validation.steps=1"]) == 0
-    said = capsys.readouterr().out
+    said = shell(f"train {size} --training.steps=2 --validation.steps=1").out
     assert left_out in said and "bits/byte" in said
     assert "  | " in said
 
 
-def test_a_job_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "--list", "starter"]) == 0
-    assert capsys.readouterr().out == jobs()["starter"].read_text()
+def test_a_job_is_printed_as_it_is(shell: Shell) -> None:
+    assert shell("config --list starter").out == jobs()["starter"].read_text()

@@ -16,8 +16,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 import titan.data.writer as writer
-from tests.support.commands import command
-from tests.support.tables import table
+from tests.support.commands import Shell, command, finished
+from tests.support.tables import tabled
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.cache import describe
@@ -86,8 +86,7 @@ def test_damaged_files_are_one_line_each_in_bounded_memory(tmp_path: Path) -> No
         "    print(json.dumps([path, rc, time.process_time() - before, used() / 1024]))\n"
     )
     command = [sys.executable, "-c", code, *map(str, expected)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = finished(command, timeout=300)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     lines = [x for x in done.stderr.splitlines() if not x.startswith("preparing")]
     assert len(answers) == len(lines) == len(expected), done.stderr
@@ -127,21 +126,11 @@ def test_a_null_is_no_document_in_every_format(tmp_path: Path, hub: Path) -> Non
         assert list(open_documents(source).read()) == ["a", "b"], source
 
 
-def test_what_is_no_regular_file_is_not_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, shell: Shell) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     for path in (tmp_path, tmp_path / "pipe.txt", "/dev/zero"):
-        arguments = [
-            "--input",
-            str(path),
-            "--tokenizer",
-            "bytes",
-            "--output",
-            str(tmp_path / "o"),
-        ]
-        assert main(arguments) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        arguments = f"--input {path} --tokenizer bytes --output {tmp_path}/o"
+        assert shell(f"prepare {arguments}", code=2).err.count("\n") == 1
 
 
 # ---- long documents
@@ -281,10 +270,7 @@ def test_memory_does_not_depend_on_the_size_of_a_document(tmp_path: Path) -> Non
 # ---- shards, and what is said
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    table(__file__, "a_damaged_index_is_one_line"),
-)
+@tabled("change, message")
 def test_a_damaged_index_is_one_line(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:

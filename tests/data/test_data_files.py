@@ -143,25 +143,6 @@ def test_json_lines_are_known_by_each_ending(tmp_path: Path, name: str) -> None:
         assert isinstance(section, s.JsonlSource) and read(section) == ["the quick"]
 
 
-@pytest.mark.parametrize(
-    "name", ["a.tar.zst", "b.TXT.BZ2", "c.xz", "d.zip", "e.arrow", "f.pdf", "g.tar.gz"]
-)
-def test_a_file_that_nothing_reads_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    for path in (tmp_path / name, tmp_path / "*"):
-        with pytest.raises(DataError, match=r"is not read; unpack it or convert it"):
-            source_of_path(str(path), text_key="text")
-
-
-@pytest.mark.parametrize(
-    ("name", "dataset"), [("a.CSV", "csv"), ("b.jsonl", "jsonl"), ("c.parquet", "parquet")]
-)
-def test_text_of_another_kind_is_refused(tmp_path: Path, name: str, dataset: str) -> None:
-    (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(DataError, match=f'is read with dataset = "{dataset}"'):
-        open_documents(s.TextSource(path=str(tmp_path / name)))
-
-
 def test_globs_below_a_folder_with_brackets_and_addresses(tmp_path: Path) -> None:
     (tmp_path / "run [1]").mkdir()
     (tmp_path / "run [1]" / "a.txt").write_text("found")

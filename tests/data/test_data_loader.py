@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.loaders import build_loader, build_validation_loader
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Samples, ShardSpec
@@ -330,10 +330,7 @@ def test_validation_repeats_and_ends_with_the_text(corpus: Path, cache: str) -> 
         assert (len(batches) - 1) * 4 < length <= len(batches) * 4
 
 
-@pytest.mark.parametrize(
-    ("world", "batch"),
-    table(__file__, "validation_counts_every_sample_once_under_every_layout"),
-)
+@tabled("world, batch")
 def test_validation_counts_every_sample_once_under_every_layout(
     corpus: Path, cache: str, world: int, batch: int
 ) -> None:

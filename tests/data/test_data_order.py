@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.data.order import Blend, derive_key, permute
 
 
@@ -55,10 +55,7 @@ def test_permute_handles_a_trillion_samples() -> None:
     assert images.tolist() == [one(int(place), length=length, key=5) for place in places]
 
 
-@pytest.mark.parametrize(
-    ("weights", "shares"),
-    table(__file__, "blend_holds_exact_shares_in_every_block"),
-)
+@tabled("weights, shares")
 def test_blend_holds_exact_shares_in_every_block(
     weights: list[float], shares: list[int]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -217,19 +216,6 @@ def test_a_path_on_the_command_line_means_its_kind(tmp_path: Path, corpus: Path)
     (tmp_path / "notes" / "a.md").write_text("x")
     assert isinstance(source_of_path(str(tmp_path / "notes"), text_key="text"), s.TextSource)
     assert source_of_path("stdlib", text_key="text") == s.StdlibSource()
-
-
-def test_a_path_of_several_kinds_is_refused_with_their_counts(tmp_path: Path) -> None:
-    for name in ("a.json.gz", "b.txt", "c.txt", "d.md"):
-        (tmp_path / name).touch()
-    counts = (
-        r"2 \*\.txt, 1 \*\.json\.gz, 1 \*\.md; name those to read, as in 'DIR/\*\*/\*\.txt'"
-    )
-    for path in (tmp_path, tmp_path / "*"):
-        with pytest.raises(DataError, match=f"'{re.escape(str(path))}' holds .*{counts}"):
-            source_of_path(str(path), text_key="text")
-    (tmp_path / "a.json.gz").unlink()
-    assert source_of_path(str(tmp_path), text_key="x") == s.TextSource(path=str(tmp_path))
 
 
 def test_a_section_of_a_third_party_brings_its_documents() -> None:

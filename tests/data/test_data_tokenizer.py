@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.commands import command
-from tests.support.tables import table
+from tests.support.commands import Shell, command
+from tests.support.tables import table, tabled
 from titan.base.untrusted import InputError
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError
@@ -111,14 +111,8 @@ def test_long_text_is_cut_within_limits_and_stays_fast(tmp_path: Path) -> None:
 
 
 def test_broken_rank_files_are_told(tmp_path: Path) -> None:
-    sentencepiece = tmp_path / "tokenizer.model"
-    sentencepiece.write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00")
-    with pytest.raises(
-        DataError, match=r"tokenizer\.model:1: not a line.*tokenizer\.json instead"
-    ):
-        build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
-    write_rank_file(sentencepiece)
-    sentencepiece.write_bytes(sentencepiece.read_bytes() + b"YWJjZA== 400000\n")
+    ranks = write_rank_file(tmp_path / "tokenizer.model")
+    ranks.write_bytes(ranks.read_bytes() + b"YWJjZA== 400000\n")
     with pytest.raises(DataError, match="without gaps"):
         build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
 
@@ -142,25 +136,6 @@ def test_rank_files_of_other_models_need_their_pattern(count: int, tmp_path: Pat
         build_tokenizer(section.model_copy(update={"pattern": "("}), hf_assets_path="")
     with pytest.raises(DataError, match=r'tokenizer\.eos_token = "<x>" is no token of'):
         build_tokenizer(section.model_copy(update={"eos_token": "<x>"}), hf_assets_path="")
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "why"),
-    [
-        ("tekken.json", b'{"config": {"default_vocab_size": 9}}', "is Mistral's tekken.json"),
-        ("x.tiktoken", b"{", "this is JSON or TOML, not ranks"),
-        ("x.tiktoken", b"= 50256", "'=' is not base64, so a rank has no token"),
-        ("x.tiktoken", b"\n\x0e\n\x05<unk>\x15\x00\x00", "SentencePiece"),
-        ("x.tiktoken", b"YQ==", "not a line of 'base64-token rank'"),
-    ],
-)
-def test_lines_that_are_no_ranks_are_told(
-    name: str, line: bytes, why: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(line + b"\n")
-    section = TokenizerSection(path=str(tmp_path / name))
-    with pytest.raises(DataError, match=why):
-        build_tokenizer(section, hf_assets_path="")
 
 
 def test_trained_tokenizer(trained: Path) -> None:
@@ -194,30 +169,6 @@ def test_special_ids_come_from_the_files_beside_a_tokenizer_json(
     assert ids() == (0, 0)
 
 
-def test_missing_paths_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist; set tokenizer\.path"):
-        build_tokenizer(TokenizerSection(), hf_assets_path=str(tmp_path / "nothing"))
-    with pytest.raises(DataError, match=r"looked for tokenizer\.json, tokenizer\.model"):
-        build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
-    with pytest.raises(DataError, match=r'"tiktoken" needs tokenizer\.path'):
-        build_tokenizer(TokenizerSection(name="tiktoken"), hf_assets_path="")
-
-
-@pytest.mark.parametrize(
-    ("path", "repo"),
-    [
-        ("assets/hf/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
-        ("assets/hf/Qwen3-8B/tokenizer.json", "Qwen/Qwen3-8B"),
-        ("assets/hf/mine", "OWNER/mine"),
-    ],
-)
-def test_a_missing_tokenizer_names_the_command_that_fetches_it(path: str, repo: str) -> None:
-    where = f"assets/hf/{repo.rpartition('/')[2]}"
-    command = f"hf download {repo} --include 'tokenizer*' --local-dir {where}"
-    with pytest.raises(DataError, match=re.escape(command)):
-        build_tokenizer(TokenizerSection(), hf_assets_path=path)
-
-
 def test_a_missing_extra_is_named(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install 'titan-pretrain\[huggingface\]'"):
@@ -232,13 +183,10 @@ def test_inspect(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
     assert "300 ids" in capsys.readouterr().out
 
 
-def test_train_does_not_overwrite_a_tokenizer(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_does_not_overwrite_a_tokenizer(trained: Path, shell: Shell) -> None:
     before = (trained / "tokenizer.json").read_bytes()
-    arguments = ["train", "--input", "stdlib", "--vocab-size", "400", "--output", str(trained)]
-    assert main(arguments) == 2
-    assert "tokenizer.json' exists" in capsys.readouterr().err
+    arguments = f"train --input stdlib --vocab-size 400 --output {trained}"
+    assert "tokenizer.json' exists" in shell(f"tokenizer {arguments}", code=2).err
     assert (trained / "tokenizer.json").read_bytes() == before
 
 
@@ -315,10 +263,7 @@ def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
     assert 2 not in tokenizer.encode("a <|end|> b") and 3 in tokenizer.encode("a <x> b")
 
 
-@pytest.mark.parametrize(
-    ("number", "token", "why"),
-    table(__file__, "tokens_beside_that_disagree_are_refused"),
-)
+@tabled("number, token, why")
 def test_tokens_beside_that_disagree_are_refused(
     number: str, token: Any, why: str, tmp_path: Path
 ) -> None:

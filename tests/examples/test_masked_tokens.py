@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.commands import finished
 from tests.support.jobs import job
 from tests.support.metadata import forget, write_metadata
 from tests.support.ranks import Pool
@@ -145,8 +145,7 @@ def run(command: str, *settings: str, ranks: int = 1, cwd: Path) -> str:
         "--data.validation_fraction=0.01",
     ]
     words += ["--validation.steps=2", "--lr_scheduler.warmup_steps=1"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    done = finished(words, cwd=cwd)
     return done.stdout
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import finished
 from tests.support.metadata import forget, write_metadata
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
@@ -122,7 +123,6 @@ def test_it_is_transformers_s_opt(installed: Path) -> None:
 
 
 def test_titan_train_runs_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import subprocess
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (installed, FOLDER, ROOT))))
     job = str(ROOT / "train_configs" / "debug_model.toml")
@@ -139,7 +139,6 @@ def test_titan_train_runs_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -
         "--lr_scheduler.warmup_steps=1",
     ]
     command = [sys.executable, "-m", "titan.cli", "train", *argv]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=installed)
-    assert result.returncode == 0, result.stderr
+    finished(command, cwd=installed)
     rows = logged_rows(installed / "run")
     assert rows[-1]["step"] == 2 and 6 < rows[-1]["loss"] < 8

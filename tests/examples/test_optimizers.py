@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.commands import finished
 from tests.support.metadata import write_metadata
 from tests.support.runs import logged_rows, saved_tensors
 
@@ -66,10 +66,7 @@ def train(folder: Path, path: Path, name: str, *settings: str) -> list[dict[str,
     job.write_text(JOB.format(folder=folder, name=name, eps=eps))
     command = [sys.executable, "-m", "titan.cli", "train", str(job)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, FOLDER, ROOT)))}
-    done = subprocess.run(
-        [*command, *settings], capture_output=True, text=True, cwd=ROOT, env=variables
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    finished([*command, *settings], cwd=ROOT, env=variables)
     return logged_rows(folder)
 
 

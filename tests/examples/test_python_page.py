@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 from tests.support.metrics import read_json_lines
 
@@ -31,8 +31,7 @@ def run(program: str, folder: Path, ranks: int = 1) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "program.py"]
     command = command if "init_process_group" in program else [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = finished(command, cwd=folder)
     return done.stdout
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.parallel.test_expert import ranks, sections
 from tests.support.jobs import ROOT, job
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 
 FILE = ROOT / "examples" / "route_records" / "titan_route_records.py"
@@ -35,11 +35,7 @@ def run(folder: Path, base: dict[str, Any], replay: str = "") -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    "layout",
-    table(__file__, "a_record_does_not_depend_on_the_layout"),
-    ids=lambda layout: " x ".join(layout),
-)
+@tabled("layout", ids=lambda layout: " x ".join(layout))
 def test_a_record_does_not_depend_on_the_layout(
     layout: dict[str, int], pool: Pool, tmp_path: Path
 ) -> None:

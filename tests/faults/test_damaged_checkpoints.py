@@ -23,12 +23,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import titan
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer
-from titan import cli
 from titan.base import untrusted
 from titan.checkpoint import identity, manifest, tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
@@ -36,9 +36,7 @@ from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest,
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
 from titan.checkpoint.tensors import read_metadata
-from titan.checks.rules import check_to_run
-from titan.config.errors import ConfigError
-from titan.config.schema import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection
 from titan.tools import verify
 
 FILES = [
@@ -224,10 +222,7 @@ def test_unreadable_is_not_damaged(name: str, run_dir: Path, monkeypatch: Any) -
             break
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    table(__file__, "newer_is_not_damaged"),
-)
+@tabled("name, what")
 def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
     file = step_dir(run_dir) / name
     body = json.loads(file.read_text())
@@ -246,11 +241,7 @@ def test_newer_is_not_damaged(name: str, what: str, run_dir: Path) -> None:
     assert verify.main([str(file.parent)]) == 2
 
 
-@pytest.mark.parametrize(
-    "value",
-    table(__file__, "impossible_values_are_refused"),
-    ids=json.dumps,
-)
+@tabled("value", ids=json.dumps)
 def test_impossible_values_are_refused(value: dict[str, Any], run_dir: Path) -> None:
     """Whatever their hash says."""
     file = step_dir(run_dir) / "titan.json"
@@ -515,17 +506,6 @@ def test_a_compressed_tensor_is_refused(tmp_path: Path) -> None:
         load(step, {"x": torch.empty(1000)})
 
 
-@pytest.mark.parametrize(
-    "url", ["simplecache::s3://a/b", "simplecache://a", "zip://a::file:///b"]
-)
-def test_chained_urls_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = JobConfig.model_validate({"checkpoint": {"folder": url}})
-    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*chained and wrapped"):
-        check_to_run(config, world_size=1)
-    assert verify.main([url]) == 2
-    assert "chained and wrapped file systems are not used" in capsys.readouterr().err
-
-
 def test_the_index_reads_back_as_torch_wrote_it(run_dir: Path) -> None:
     theirs = pickle.loads((step_dir(run_dir) / ".metadata").read_bytes())
     ours = read_metadata(step_dir(run_dir))
@@ -554,21 +534,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_generate_uses_what_a_resume_would(
-    trained: Path, tmp_path: Path, capsys, caplog
+    trained: Path, tmp_path: Path, shell: Shell, caplog
 ) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     flip(step_dir(run, 2) / "__0_0.distcp")
-    command = ["generate", "--prompt", "a", "--max-new-tokens", "2", "--checkpoint"]
+    command = "generate --prompt a --max-new-tokens 2 --checkpoint"
     for where in (run, run / "checkpoint"):
         caplog.clear()
-        assert cli.main([*command, str(where)]) == 0
-        assert f"[{step_dir(run, 1)}, " in capsys.readouterr().err
+        assert f"[{step_dir(run, 1)}, " in shell(f"{command} {where}").err
         assert "CHECKPOINT STEP 2 IS DAMAGED AND NOT USED: __0_0.distcp" in caplog.text
     assert list_steps(run / "checkpoint") == [1, 2], "a reader renames nothing"
-    assert cli.main([*command, str(step_dir(run, 2))]) == 2
-    assert capsys.readouterr().err.startswith(
+    assert shell(f"{command} {step_dir(run, 2)}", code=2).err.startswith(
         f"{step_dir(run, 2)} is damaged: __0_0.distcp: bytes"
     )
     flip(step_dir(run, 1) / "titan.json")
-    assert cli.main([*command, str(run)]) == 2
-    assert "NO CHECKPOINT IS WHOLE" in capsys.readouterr().err
+    assert "NO CHECKPOINT IS WHOLE" in shell(f"{command} {run}", code=2).err

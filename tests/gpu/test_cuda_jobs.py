@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from math import isfinite
 from pathlib import Path
@@ -17,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from tests.support.trainers import Trainer
 from titan.data.packing import Batch
 from titan.models.common.moe import grouped_matmuls, looped_matmuls
@@ -41,7 +41,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 # ---- experts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", table(__file__, "grouped_products_equal_a_loop"))
+@tabled("counts")
 def test_grouped_products_equal_a_loop(counts: list[int]) -> None:
     """Output and gradients in bf16; experts without rows get zeros."""
     generator = torch.Generator().manual_seed(0)
@@ -197,7 +197,7 @@ def test_preflight(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "titan.cli", "preflight", "train_configs/debug_model.toml"]
     command += ["--nproc=1", f"--json={report}", f"--job.dump_folder={tmp_path / 'run'}"]
     command += ["--training.dataset=synthetic", "--model.overrides.n_layers=2"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = finished(command, cwd=ROOT, code=None)
     # 1: the card, or its disk, is slower than its profile says.
     assert result.returncode in (0, 1), result.stderr
     found = json.loads(report.read_text())

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.commands import finished
 from titan.base.errors import LOST_CONNECTION
 from titan.base.run_folder import RunFolder, State, write_status
 from titan.ops import launch
@@ -74,7 +75,7 @@ def test_nothing_follows_what_a_rank_said(tmp_path: Path) -> None:
     )
     program = "import atexit, runpy; atexit.register(print, 'leaked'); runpy.run_module('titan.ops.launch', run_name='__main__')"
     command = [sys.executable, "-c", program, "--standalone", str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = finished(command, code=None)
     assert (done.returncode, done.stdout) == (2, "the reason")
 
 

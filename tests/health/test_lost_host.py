@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.hosts import Hosts, why_not
 from tests.support.runs import ROOT
 from titan.checkpoint.manager import list_steps
@@ -87,8 +88,7 @@ def test_a_lost_host(lost: int, hosts: Hosts, tmp_path: Path) -> None:
         time.sleep(0.5)
     assert all(agent.wait() != 0 for agent in agents)
     command = [sys.executable, "-m", "titan.cli", "doctor", str(folder), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
+    done = finished(command, code=1)
     finding = json.loads(done.stdout)["findings"][0]
     # Each side has lost the other, and both write into the same folder here: the last word counts.
     from_first = (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.commands import Shell, finished
 from tests.support.jobs import ROOT
 from titan.base.errors import kind_of
-from titan.cli import main
 from titan.ops.memory_limit import out_of_memory
 
 ERRORS = [
@@ -27,7 +26,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=[type(error).__name__ for error in ERRORS])
 def test_a_shortage_is_one_line(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     found = out_of_memory(error)
     assert found is not None and kind_of(found) == "out_of_host_memory"
@@ -36,8 +35,7 @@ def test_a_shortage_is_one_line(
         raise ValueError("another") from error
 
     monkeypatch.setattr("titan.cli.load_command", lambda _: fail)
-    assert main(["check"]) == 1
-    line = capsys.readouterr().err
+    line = shell("check", code=1).err
     assert line.startswith("out of memory: ") and line.count("\n") == 1
     assert out_of_memory(ValueError("another")) is None
 
@@ -46,6 +44,6 @@ def test_torch_is_not_imported_where_it_does_not_fit() -> None:
     """C++ would end the process while its libraries are loaded."""
     train = f"{sys.executable} -m titan.cli train train_configs/debug_model.toml"
     command = ["bash", "-c", f"ulimit -v 600000; exec {train} --job.dump_folder=/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = finished(command, cwd=ROOT, code=None)
     assert done.returncode == 2 and done.stderr.startswith("out of memory: torch needs 1 GiB")
     assert "0.57 GiB" in done.stderr and done.stderr.count("\n") == 1

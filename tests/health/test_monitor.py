@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -13,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.commands import finished
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.errors import Failure, kind_of
 from titan.ops import peers
 from titan.ops.heartbeats import FolderStore, Heartbeat, describe_hang, describe_silence
@@ -47,19 +47,13 @@ def beat(host: str = "node0", *, waits: bool = True, machine: str = "elsewhere")
 # ---- a step that takes too long --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("waits", "silent", "text"),
-    table(__file__, "the_rank_to_look_at"),
-)  # fmt: skip
+@tabled("waits, silent, text")
 def test_the_rank_to_look_at(waits: list[bool], silent: list[int], text: str) -> None:
     assert describe_hang({rank: beat(waits=w) for rank, w in enumerate(waits)}, silent) == text
 
 
 def test_a_step_over_its_time_ends_the_process(tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", ALONE, str(tmp_path)], capture_output=True, text=True, timeout=30
-    )
-    assert process.returncode == 1
+    process = finished([sys.executable, "-c", ALONE, str(tmp_path)], timeout=30, code=1)
     status = json.loads((tmp_path / "status.json").read_text())
     found = [status[key] for key in ("state", "kind", "exit_code", "step", "rank")]
     assert found == ["hung", "hang", 1, 2, 0]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows, same_tensors
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 from titan.base.spikes import spike_score
 from titan.config.schema import FaultToleranceSection
@@ -215,10 +215,7 @@ def test_skips_and_rewinds_have_an_end(alone: None) -> None:
     assert recovery.num_skipped == 4
 
 
-@pytest.mark.parametrize(
-    ("world", "parallelism", "who"),
-    table(__file__, "a_flipped_bit_in_one_replica"),
-)
+@tabled("world, parallelism, who")
 def test_a_flipped_bit_in_one_replica(
     world: int, parallelism: dict[str, int], who: str, pool: Pool, tmp_path: Path
 ) -> None:

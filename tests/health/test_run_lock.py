@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.commands import finished
+from tests.support.tables import tabled
 from titan.ops import run_lock
 from titan.ops.run_lock import ProcessId, RunLock, RunLocked
 
@@ -54,12 +55,8 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def start_second_copy(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROBE, "train", "train_configs/debug_model.toml"]
-    return subprocess.run(
-        [*command, f"--job.dump_folder={folder}", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    return finished(
+        [*command, f"--job.dump_folder={folder}", *options], cwd=ROOT, timeout=300, code=None
     )
 
 
@@ -136,9 +133,8 @@ def test_on_another_machine_the_age_of_the_beat_decides(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
 
 
-@pytest.mark.parametrize(
-    ("job", "host", "age_s"),
-    table(__file__, "the_beat_is_watched"),
+@tabled(
+    "job, host, age_s",
     ids=["the same job requeued", "a time in the future", "a time after 3900", "another boot"],
 )
 def test_the_beat_is_watched(

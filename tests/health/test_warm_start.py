@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.runs import Run, logged_rows, same_tensors
 
 # A launcher with handlers, a variable and an open file, and a rank for each word of argv. Prints their exit codes.
@@ -68,12 +69,7 @@ def run_python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
 
-    return subprocess.run(
-        [sys.executable, "-c", program, *words],
-        capture_output=True,
-        text=True,
-        preexec_fn=answer_all,
-    )
+    return finished([sys.executable, "-c", program, *words], preexec_fn=answer_all, code=None)
 
 
 def test_a_fork_ends_as_a_program_does() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.attention import plain_formula
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.models.common.attention import InnerAttention
 from titan.parallel import block_attention, documents
 from titan.parallel.block_attention import AttentionSpec, attend, attend_backward
@@ -162,10 +162,7 @@ def test_a_window_without_causality_is_refused() -> None:
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize(
-    ("value_size", "scale", "window"),
-    table(__file__, "cache_equals_whole_sequence"),
-)
+@tabled("value_size, scale, window")
 def test_cache_equals_whole_sequence(
     value_size: int, scale: float | None, window: int, has_sinks: bool
 ) -> None:

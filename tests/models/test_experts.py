@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.models.deepseek_v3 import FLAVORS as DEEPSEEK
@@ -61,11 +61,7 @@ def test_flops_of_windows_and_without_biases() -> None:
     assert config.flops_per_token(4096) == 6 * products + attention
 
 
-@pytest.mark.parametrize(
-    ("overrides", "refusals"),
-    table(__file__, "a_router_that_cannot_choose_is_refused"),
-    ids=str,
-)
+@tabled("overrides, refusals", ids=str)
 def test_a_router_that_cannot_choose_is_refused(overrides: dict, refusals: list[str]) -> None:
     section = ModelSection(name="deepseek_v3", flavor="tiny", overrides=overrides)
     _, violations = section.resolved

@@ -30,7 +30,7 @@ from tests.support.hf_families import (
 from tests.support.hf_folders import save_twin
 from tests.support.linear_attention import plant
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
@@ -216,10 +216,7 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
     check(pool, kind, ("TP+SP", "CP 2", "CP 2, documents", "PP 2", "TP x CP, documents"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    table(__file__, "a_hybrid_that_titan_cannot_run_is_refused_with_the_reason"),
-)  # fmt: skip
+@tabled("kind, reason")
 def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(
     kind: str, reason: str
 ) -> None:

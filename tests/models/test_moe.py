@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config.schema import AdamWSection, MuonSection
 from titan.models.common.moe import Experts, MoE, grouped_matmuls, looped_matmuls
 from titan.models.common.moe_config import MoEConfig
@@ -159,11 +159,7 @@ def products(
     return [out, *gradients]
 
 
-@pytest.mark.parametrize(
-    "counts",
-    table(__file__, "grouped_products_are_those_of_the_loop"),
-    ids=["uneven", "one expert"],
-)
+@tabled("counts", ids=["uneven", "one expert"])
 def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
     grouped = products(grouped_matmuls, counts, torch.bfloat16)
     looped = products(looped_matmuls, counts, torch.bfloat16)
@@ -171,7 +167,7 @@ def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("counts", table(__file__, "biases_and_limit_are_those_of_the_formula"))
+@tabled("counts")
 def test_biases_and_limit_are_those_of_the_formula(counts: list[int]) -> None:
     """gpt-oss's experts, one row at a time, in fp64. Both the loop and the grouped kernel's function."""
 

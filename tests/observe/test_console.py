@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.metrics import Clock, step_row
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.hardware import by_name
 from titan.config.layout import Layout
 from titan.config.schema import (
@@ -195,10 +195,7 @@ def test_startup_page_of_one_cpu_rank_and_of_hsdp_with_tp() -> None:
     assert "(does not fit)" in page_of("405B", hardware="h100-sxm").lines["memory"]
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_node", "where"),
-    table(__file__, "startup_page_of_a_mixture_of_experts"),
-)
+@tabled("ranks_per_node, where")
 def test_startup_page_of_a_mixture_of_experts(ranks_per_node: int, where: str) -> None:
     config = JobConfig(
         model=ModelSection(name="qwen3", flavor="30B-A3B"),
@@ -221,10 +218,7 @@ def test_startup_page_of_a_mixture_of_experts(ranks_per_node: int, where: str) -
     assert "ffn" not in page.lines["model"]  # no block has one
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    table(__file__, "duration"),
-)
+@tabled("seconds, text")
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

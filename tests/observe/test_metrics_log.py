@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 import titan.observe.sinks
+from tests.support.commands import finished
 from tests.support.metrics import read_json_lines, step_row
 from titan.config.schema import JobConfig, MetricsSection
 from titan.observe.columns import COLUMNS
@@ -174,8 +174,7 @@ for login in (False, True):
         kept | {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
+    done = finished(command, env=environment)
     assert re.findall("mode (.*)", done.stdout) == ["offline", "online"]
     assert "found no login (wandb login): it logs offline, below" in done.stderr
 

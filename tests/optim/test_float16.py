@@ -30,7 +30,7 @@ from tests.support.layouts import (
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.models.common.attention import InnerAttention
@@ -261,10 +261,7 @@ def test_operations_on_a_cpu() -> None:
     assert InnerAttention()(q, q, q, None).dtype == torch.float16
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    table(__file__, "what_does_not_go_with_it_is_refused"),
-)
+@tabled("changes, reason")
 def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], reason: str) -> None:
     from titan.checks.rules import check
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
@@ -194,11 +194,7 @@ def train_early_and_late(
     return runs
 
 
-@pytest.mark.parametrize(
-    ("degrees", "optimizer", "accumulation"),
-    table(__file__, "early_step_equals_the_usual_one"),
-    ids=str,
-)
+@tabled("degrees, optimizer, accumulation", ids=str)
 def test_early_step_equals_the_usual_one(
     degrees: Degrees, optimizer: Options, accumulation: int, pool: Pool
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -57,10 +57,7 @@ def test_what_it_advises_works() -> None:
 
 
 # {"phase": [{"from_step": 51, "lr_factor": 2.5}]}: planned from the beginning
-@pytest.mark.parametrize(
-    "changes",
-    table(__file__, "no_false_alarm"),
-)
+@tabled("changes")
 def test_no_false_alarm(changes: dict[str, Any]) -> None:
     """The same job at any step, in a ramp too; and more steps before its schedule decays."""
     config = starter(**changes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config.schema import ActivationCheckpointSection
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
@@ -66,9 +66,8 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # ({"keep": DEFAULT_KEEP}, 3 * LAYERS, 0): Kept: q, v, w1, w2 (the 1st, 3rd, 5th, 7th) and attention; run again: k, o, w3.
 # ({"keep": ["matmul/3", "attention"]}, 4 * LAYERS, 0): kept: q, o, w2
 # ({"keep": ["aten.mm@0,3,4"]}, 3 * LAYERS, LAYERS): kept: q, o, w1
-@pytest.mark.parametrize(
-    ("mode", "products", "attentions"),
-    table(__file__, "what_is_recomputed"),
+@tabled(
+    "mode, products, attentions",
     ids=[
         "full",
         "every 2nd block",
@@ -91,10 +90,7 @@ def test_what_is_recomputed(mode: dict[str, Any], products: int, attentions: int
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    table(__file__, "what_does_not_exist_cannot_be_kept"),
-)
+@tabled("mode, message")
 def test_what_does_not_exist_cannot_be_kept(mode: dict[str, Any], message: str) -> None:
     with pytest.raises(SaveListError, match=message):
         apply_ac(debug_model(), **mode)

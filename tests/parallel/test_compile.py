@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from inspect import getsourcefile
@@ -19,6 +18,7 @@ from torch._dynamo.exc import Unsupported
 from torch.distributed.tensor import DTensor
 from torch.utils import flop_counter
 
+from tests.support.commands import finished
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
 from titan.contrib.small_adam.optimizer import _update_shard
@@ -328,14 +328,11 @@ def test_a_restart_takes_its_programs_from_the_cache(tmp_path: Path) -> None:
     for run in ("first", "second"):
         out = tmp_path / run
         job = ["train_configs/debug_model.toml", *settings, f"--job.dump_folder={out}"]
-        result = subprocess.run(
+        result = finished(
             [sys.executable, "-m", "titan.train", *job],
             cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
             timeout=240,
         )
-        assert result.returncode == 0, result.stderr
         lines.append(
             re.search(r"compiled 2 blocks, the loss and the update: .*", result.stdout)
         )

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.numerics import digests
 from titan.numerics.digests import CHUNKS, PROJECTIONS, Digest, _signs, digest_of, indices_of
 from titan.numerics.recorded import RecordedTensor
@@ -162,10 +162,7 @@ def sharded_like(layout: str) -> dict[str, tuple[Tensor, Digest, bool]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "world"),
-    table(__file__, "digests_of_parts_of_dtensors_add_up_to_the_whole"),
-)
+@tabled("layout, world")
 def test_digests_of_parts_of_dtensors_add_up_to_the_whole(
     layout: str, world: int, pool: Pool
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.untrusted import InputError
 from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
@@ -151,10 +151,7 @@ def test_key_and_value_heads_are_copied_where_torch_would_keep_all_scores(
     torch.testing.assert_close(out, plain)
 
 
-@pytest.mark.parametrize(
-    ("version", "capability", "allowed", "expected"),
-    table(__file__, "the_ring_prefers_cudnn_where_torch_does"),
-)
+@tabled("version, capability, allowed, expected")
 def test_the_ring_prefers_cudnn_where_torch_does(
     version: int | None,
     capability: list[int],

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import optimizer_state
 from titan.config.schema import JobConfig
@@ -110,9 +110,7 @@ def test_forced_balance_gives_all_experts_equal_loads(pool: Pool, tmp_path: Path
         assert np.sum(counts, axis=0).tolist() == [8 * 32 * 2 * 2 // 8] * 8
 
 
-@pytest.mark.parametrize(
-    ("experts", "k"), table(__file__, "forced_balance_spreads_a_token_over_the_ranks")
-)
+@tabled("experts, k")
 def test_forced_balance_spreads_a_token_over_the_ranks(experts: int, k: int) -> None:
     """Copies on one rank would travel once each and meet there, which no even router does."""
     one_rank: Any = SimpleNamespace(mesh_dim_names=())

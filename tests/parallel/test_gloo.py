@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.commands import finished
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.commit import CheckpointGroup
 from titan.config.schema_course import PhaseSection
@@ -179,10 +180,7 @@ def test_the_number_of_groups_with_all_axes(pool: Pool) -> None:
     assert len(groups) <= 16, groups
 
 
-@pytest.mark.parametrize(
-    ("name", "loopback", "expected"),
-    table(__file__, "groups_take_the_interface_that_the_user_names"),
-)
+@tabled("name, loopback, expected")
 def test_groups_take_the_interface_that_the_user_names(
     name: str, loopback: bool, expected: list[dict[str, str]]
 ) -> None:
@@ -200,7 +198,4 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert made == {expected}, made
 """
     environment = os.environ | {"GLOO_SOCKET_IFNAME": name}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    finished([sys.executable, "-c", program], env=environment)

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.support.commands import finished
 from tests.support.ranks import RankFailed
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.parallel import (
     apply_ddp,
     apply_fsdp,
@@ -309,9 +310,7 @@ def test_a_plan_names_every_module_with_parameters(pool) -> None:
 def test_helpers_import_neither_trainer_nor_config() -> None:
     names = "precompute_scales, require_equal_replicas, set_gradient_sync, unshard_sequence"
     code = f"import sys, titan.losses.loss; from titan.parallel import *; {names}; print(list(sys.modules))"
-    modules = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    modules = finished([sys.executable, "-c", code]).stdout
     assert "titan.parallel" in modules
     for forbidden in (
         "titan.config",
@@ -343,10 +342,7 @@ print(torch._C._accelerator_getAllocatorSettings())
     not hasattr(torch._C, "_accelerator_getAllocatorSettings"),
     reason="torch 2.11 does not tell",
 )
-@pytest.mark.parametrize(
-    ("wanted", "variable", "expected"),
-    table(__file__, "the_allocator_is_set_before_it_is_used"),
-)
+@tabled("wanted, variable, expected")
 def test_the_allocator_is_set_before_it_is_used(
     wanted: str, variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

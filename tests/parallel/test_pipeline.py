@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.config.errors import ConfigError
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
 from titan.parallel.activation import apply_ac
@@ -429,10 +429,7 @@ def test_split_counts_embedding_and_output() -> None:
     assert sizes(126, num_stages=16) == [7, *[8] * 14, 7]  # Llama 3 405B (arXiv:2407.21783)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    table(__file__, "split_that_cannot_be"),
-)
+@tabled("options, message")
 def test_split_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_modules(6, **options)
@@ -536,10 +533,7 @@ def test_names_and_stage_numbers() -> None:
     assert stage_numbers(1, num_ranks=4, stages_per_rank=2, style="v") == [1, 6]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "microbatches", "message"),
-    table(__file__, "numbers_that_do_not_fit"),
-)
+@tabled("name, stages, microbatches, message")
 def test_numbers_that_do_not_fit(
     name: str, stages: int, microbatches: int, message: str
 ) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import RankFailed
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.parallel import (
     apply_compile,
     apply_fsdp,
@@ -147,10 +147,7 @@ def _gather_nothing(style: str) -> None:
     module(hidden=1, mask=2)
 
 
-@pytest.mark.parametrize(
-    ("style", "message"),
-    table(__file__, "nothing_to_gather"),
-)
+@tabled("style, message")
 def test_nothing_to_gather(pool, style: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         pool.run(2, _gather_nothing, style)
@@ -209,10 +206,7 @@ def _split(
     model.embed(torch.zeros(1, length, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    ("change", "heads", "length", "message"),
-    table(__file__, "what_does_not_divide_is_refused"),
-)
+@tabled("change, heads, length, message")
 def test_what_does_not_divide_is_refused(pool, change, heads, length, message) -> None:
     with pytest.raises(RankFailed, match=message):
         pool.run(2, _split, change, heads, length)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.models.common.dispatch import places_by_expert
 from titan.parallel.token_order import inverted, transposed_blocks
 
 
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "k", "experts"), table(__file__, "places_are_those_of_a_stable_sort")
-)
+@tabled("tokens, k, experts")
 def test_places_are_those_of_a_stable_sort(
     tokens: int, k: int, experts: int, twice: bool
 ) -> None:

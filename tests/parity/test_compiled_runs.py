@@ -7,7 +7,6 @@ Inductor's own programs do, or only the first compilation of a process, shows he
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 from tests.support.runs import logged_rows
 
@@ -72,8 +72,7 @@ def _train(
     command += ["--model.overrides.n_layers=2", "--training.dataset=synthetic"]
     command += ["--training.seq_len=32", "--training.local_batch_size=2", "--training.steps=3"]
     command += ["--training.mixed_precision_param=bfloat16"]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = finished(command, cwd=ROOT, env=variables)
     # With every second block wrapped, FSDP's type is the wrapper's in one block and the block's in the next: two programs.
     alike = not any("selective_ac_option" in setting for setting in settings)
     assert not alike or "recompiled" not in done.stdout, done.stdout

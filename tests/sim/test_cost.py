@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 
 from tests.support.commands import command
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.sim.documents import document_keys
@@ -148,10 +148,7 @@ def test_uneven_routes_slow_grouped_products() -> None:
     assert ratio == pytest.approx(1 / 0.81, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("card", "kind", "heads", "ms"),
-    table(__file__, "published_linear_attention"),
-)
+@tabled("card, kind, heads, ms")
 def test_published_linear_attention(card: str, kind: str, heads: int, ms: float) -> None:
     """8,192 tokens in Qwen3.5 (TensorRT-LLM 1.3) and Kimi K3 (SGLang 0.5), in aiconfigurator-core 0.12. Without a table, by bytes."""
     states = (1, 8192, heads, 128)
@@ -165,10 +162,7 @@ def test_published_linear_attention(card: str, kind: str, heads: int, ms: float)
         assert other.kernel_s(kernel) == pytest.approx(ms * 1e-3, rel=0.45)
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "causal", "pairs"),
-    table(__file__, "visible_keys"),
-)
+@tabled("queries, keys, causal, pairs")
 def test_visible_keys(queries: int, keys: int, causal: bool, pairs: int) -> None:
     """The queries of one of two ranks see half of the pairs that all queries see, which are 10 of 4 by 4."""
     kernel = attention(1, 1, queries, keys, causal=causal)
@@ -303,10 +297,7 @@ def test_few_heads_leave_the_device_idle() -> None:
     assert per_head[0] / per_head[1] == pytest.approx(304 / 64, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("name", "gb", "ms"),
-    table(__file__, "kernels_with_a_rate_of_their_own"),
-)
+@tabled("name, gb, ms")
 def test_kernels_with_a_rate_of_their_own(name: str, gb: float, ms: float) -> None:
     """In the same trace. The rate follows the memory of a card."""
     kernel = Kernel(name, "optimizer", read_bytes=int(gb * 5e8), write_bytes=int(gb * 5e8))
@@ -398,10 +389,7 @@ def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
 # ---- the order of torch's kernels, and packed documents -----------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("card", "torch_version", "kernel"),
-    table(__file__, "torchs_order_of_kernels"),
-)
+@tabled("card, torch_version, kernel")
 def test_torchs_order_of_kernels(card: str, torch_version: str, kernel: str) -> None:
     profile = load_profile(card).with_attention("auto", torch_version=torch_version)
     assert profile.attention_kernel == kernel
@@ -453,10 +441,7 @@ def test_document_lengths_are_those_of_the_shards(tmp_path: Path) -> None:
     assert document_keys(load_from_argv(unknown)) is None
 
 
-@pytest.mark.parametrize(
-    ("routing", "mean", "most"),
-    table(__file__, "loads_of_named_routings"),
-)
+@tabled("routing, mean, most")
 def test_loads_of_named_routings(routing: str, mean: float, most: float) -> None:
     """Eight experts on four ranks. The hot ones get 3/4 of the tokens, and an eighth of the rest each."""
     loads = step_loads(routing, 8, 4, 10**9)

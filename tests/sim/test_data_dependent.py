@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.commands import finished
+
 ROOT = Path(__file__).parents[2]
 OPT = ROOT / "examples" / "opt_family"
 FAMILY = """
@@ -49,7 +51,7 @@ def simulate(folder: Path, choice: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={folder}/sim.json"]
     path = os.pathsep.join(map(str, (folder, OPT, ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    return finished(command, env=environment, cwd=folder, code=None)
 
 
 def test_the_place_and_the_way_out_are_named(tmp_path: Path) -> None:

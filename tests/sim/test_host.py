@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT
 from tests.support.synthetic import FixedCost, kernel
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.traces import job
 from titan.checks.rules import resolve_layout
 from titan.config.schema import JobConfig
@@ -105,8 +105,7 @@ def by_calls() -> dict[str, dict[str, float]]:
     for sections, _ in asked:
         sections["model"] = {"flavor": "8B", **sections["model"]}
     command = [sys.executable, "-c", COUNT, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = finished(command, cwd=ROOT)
     return dict(zip(jobs, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
@@ -169,10 +168,7 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
     assert len(others | {base}) == 7
 
 
-@pytest.mark.parametrize(
-    ("model", "parallelism"),
-    table(__file__, "tiny_jobs_are_valid_and_small"),
-)
+@tabled("model, parallelism")
 def test_tiny_jobs_are_valid_and_small(
     model: dict[str, Any], parallelism: dict[str, Any]
 ) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Shell
 from tests.support.jobs import ROOT
 from tests.support.tables import table
 from tests.support.traces import job
-from titan.cli import main
 from titan.sim.price.profiles import load_profile, profile_names
 from titan.sim.record.trace import Launch
 from titan.sim.report import intervals
@@ -167,12 +167,14 @@ def test_measurements_that_a_fit_has_not_seen_are_inside() -> None:
 
 
 def test_commands_print_the_interval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [str(ROOT / "train_configs" / "debug_model.toml"), "--world-size=2"]
-    assert main(["sim", *given, "--hardware=h100-sxm", "--json=h100.json"]) == 0
-    printed, found = capsys.readouterr().out, json.loads((tmp_path / "h100.json").read_text())
+    given = f"{ROOT}/train_configs/debug_model.toml --world-size=2"
+    printed, found = (
+        shell(f"sim {given} --hardware=h100-sxm --json=h100.json").out,
+        json.loads((tmp_path / "h100.json").read_text()),
+    )
     interval, speed = found["interval"], found["tokens_per_s_per_gpu"]
     assert interval["low"] < speed < interval["high"] and interval["level"] == 0.9
     assert interval["low"] * interval["high"] == pytest.approx(speed**2)
@@ -189,18 +191,15 @@ def test_commands_print_the_interval(
     assert re.search(
         ends + r" should be in the range\n(.*\n){2}  speed     [\d,]+ tokens/s/GPU, ", printed
     )
-    assert main(["sim", *given, "--hardware=h100-sxm", *large, "--json=large.json"]) == 0
-    printed = capsys.readouterr().out
+    printed = shell(f"sim {given} --hardware=h100-sxm", *large, "--json=large.json").out
     reason = json.loads((tmp_path / "large.json").read_text())["interval"]["reason"]
     assert re.search(r"  speed     [\d,]+ tokens/s/GPU \([\d,.]+ to [\d,.]+\), ", printed)
     assert f"should be in the range; most of its width is from {reason}" in printed
     # A profile without runs: said first, and wider.
-    assert main(["sim", *given, "--hardware=mi300x", "--json=mi300x.json"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].startswith("UNSUPPORTED PROFILE mi300x: its main figures have no sources")  # fmt: skip
+    assert shell(f"sim {given} --hardware=mi300x --json=mi300x.json").out.splitlines()[0].startswith("UNSUPPORTED PROFILE mi300x: its main figures have no sources")  # fmt: skip
     other = json.loads((tmp_path / "mi300x.json").read_text())["interval"]
     assert other["high"] / other["low"] > interval["high"] / interval["low"]
-    assert main(["check", *given, "--hardware=mi300x"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = shell(f"check {given} --hardware=mi300x").out.splitlines()
     assert lines[0].startswith("UNSUPPORTED PROFILE mi300x")
     assert any(re.match(r"time .* tokens/s/GPU \([\d,.]+ to [\d,.]+\), simulated on", x) for x in lines)  # fmt: skip
 

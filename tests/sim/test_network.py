@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config.load import load_from_argv
 from titan.parallel.traits import add_defaults
 from titan.sim.price.network import (
@@ -40,10 +40,7 @@ def transfer_s(transfer: Transfer, group: Group, profile: Profile) -> float:
     return price_transfer(transfer, group, profile, rank=0).seconds
 
 
-@pytest.mark.parametrize(
-    ("mib", "bus_gb_per_s"),
-    table(__file__, "published_all_reduce"),
-)  # fmt: skip
+@tabled("mib, bus_gb_per_s")
 def test_published_all_reduce(mib: int, bus_gb_per_s: float) -> None:
     """8 H200, NCCL 2.27 (ml-engineering), another measurement than the table's; below 16 MiB NCCL 2.29 is a third faster."""
     seconds = transfer_s(transfer_of("all_reduce", mib * MIB), group(range(8)), H200)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
 from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
@@ -279,15 +278,3 @@ def test_nothing_that_anybody_would_try_first_is_faster(
     own = finder.own()
     assert own is not None
     assert finder.settings(own) not in [one["settings"] for one in found["candidates"]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    table(__file__, "mistakes"),
-)
-def test_mistakes(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["plan", *JOB, "--world-size=4", "--hardware=h100-sxm"]
-    assert main([*command, *arguments]) == 2
-    assert message in capsys.readouterr().err

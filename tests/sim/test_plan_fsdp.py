@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import ROOT
-from titan import cli
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
 from titan.sim.price.profiles import load_profile
@@ -112,8 +111,3 @@ def test_a_limit_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm"]
     assert main([*JOB, "--only=fsdp", *where, "--memory=2"]) == 1
     assert "no choice fits in 2.0 of 2 GiB; it needs" in capsys.readouterr().err
-
-
-def test_only_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *JOB, "--only=tp", "--world-size=2", "--hardware=h100-sxm"]) == 2
-    assert "fsdp" in capsys.readouterr().err

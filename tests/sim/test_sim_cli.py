@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 import titan
+from tests.support.commands import Shell, finished
 from tests.support.jobs import ROOT
-from tests.support.tables import table
 from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.config.model import family
@@ -150,7 +149,7 @@ def test_a_timeline_of_few_rows_is_high_enough_to_read(
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
     command += ["--allow-file-access-from-files", "--hide-scrollbars", frames.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    shown = finished(command, timeout=120, code=None).stdout
     pages = json.loads(re.findall(r"<title>(.*)</title>", shown)[0])
     for width, (across, high, before, cells) in zip((390, 1200), pages, strict=True):
         assert across == width and high >= 300 and before == "tiles"
@@ -251,14 +250,7 @@ def test_a_known_job_needs_no_torch(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", probe, "sim", *JOB, "--world-size", "2", *ON, "--quiet"]
     for _ in range(2):
-        done = subprocess.run(
-            command,
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = finished(command, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, cwd=ROOT)
         assert done.stdout.endswith("[]\n"), done.stdout
     assert len([*tmp_path.rglob("*.pickle")]) == 2  # the trace, and the host's pace
 
@@ -433,34 +425,8 @@ def test_the_front_holds_what_nothing_beats() -> None:
     assert front([beaten, smaller, too_big, best]) == [best, smaller]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "printed"),
-    table(__file__, "mistakes"),
-)
-def test_mistakes(
-    arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sim("--world-size=2", *ON, *arguments) == 2
-    assert printed in capsys.readouterr().err
-
-
-def test_a_sweep_drops_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine.toml"
-    lines = (
-        'name = "h100-sxm"',
-        'base = "h100-sxm"',
-        "nic_gb_per_s = 5",
-        "[sources]",
-        'nic_gb_per_s = "me"',
-    )
-    file.write_text("\n".join(lines), "utf-8")
-    both = ["--world-size", "2", "--hardware", f"h100-sxm,{file}"]
-    assert sim(*both, "--sweep", "training.local_batch_size=1") == 2
-    assert "two profiles are named 'h100-sxm'" in capsys.readouterr().err
-
-
 def test_speed_on_machines_of_the_same_name(
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
 ) -> None:
     """The width of the guess is what a simulation of the other machine says, where kernels set the step's time."""
     large = (
@@ -476,8 +442,7 @@ def test_speed_on_machines_of_the_same_name(
     facts = {}
     for name in ("h100-sxm", "h100-96g-500w"):
         arguments = ("--world-size", "1", "--hardware", name, *large, "--json", "-")
-        assert main(["sim", *JOB, *arguments]) == 0
-        facts[name] = json.loads(capsys.readouterr().out)
+        facts[name] = json.loads(shell("sim", *JOB, *arguments).out)
     for name, other in (("h100-sxm", "h100-96g-500w"), ("h100-96g-500w", "h100-sxm")):
         guess, speed = facts[name]["hardware_kin"][other], facts[other]["tokens_per_s_per_gpu"]
         assert guess == pytest.approx(speed, rel=0.01)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import Shell
 from titan.cli import main
 from titan.sim.price.profiles import load_profile
 from titan.sim.search.variants import simulate_variants
@@ -52,11 +53,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_time_memory_and_money_of_each_phase_and_of_the_run(
-    jobs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    jobs: tuple[str, str], tmp_path: Path, shell: Shell
 ) -> None:
     file, priced = tmp_path / "facts.json", ["--run", "--simulator.run.gpu_hour_price=2"]
-    assert main(["sim", jobs[0], *WHERE, *priced, "--json", str(file)]) == 0
-    page = capsys.readouterr().out
+    page = shell(f"sim {jobs[0]}", *WHERE, *priced, "--json", str(file)).out
     for text in (
         "phase  steps  sequences  tokens",
         "phase 3: ",
@@ -67,7 +67,7 @@ def test_time_memory_and_money_of_each_phase_and_of_the_run(
     facts = json.loads(file.read_text())
     for phase, cost, alone in zip(facts["phases"], facts["run"]["phases"], ALONE, strict=True):
         steps, sequences, changes = alone
-        assert main(["sim", jobs[1], *WHERE, *priced, *changes, "--json", str(file)]) == 0
+        shell(f"sim {jobs[1]}", *WHERE, *priced, *changes, "--json", str(file))
         other = json.loads(file.read_text())
         assert (phase["steps"], phase["sequences_per_step"]) == (steps, sequences)
         assert phase["tokens"] == cost["tokens"] == steps * other["tokens_per_step"]
@@ -96,14 +96,11 @@ def test_a_choice_is_ranked_by_the_speed_of_the_run_and_the_memory_of_the_fulles
     assert run.needed_gib == max(part.needed_gib for part in parts) and run.fits
 
 
-def test_a_phase_that_does_not_fit_is_the_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_phase_that_does_not_fit_is_the_verdict(tmp_path: Path, shell: Shell) -> None:
     large = "local_batch_size = 32768\nglobal_batch_size = 65536"
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace("seq_len = 2048\nlocal_batch_size = 1", large))
-    assert main(["sim", str(path), *WHERE, "--loss.chunk_tokens=0"]) == 1
-    page = capsys.readouterr().out
+    page = shell(f"sim {path}", *WHERE, "--loss.chunk_tokens=0", code=1).out
     assert (
         page.count("DOES NOT FIT") == 1 and "fits: " in page
     )  # the page is of the first phase

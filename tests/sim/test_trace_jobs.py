@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.ranks import Pool
 from tests.support.tables import table
 from tests.support.traces import (
@@ -363,9 +363,7 @@ modules = ("torch.distributed.pipelining", "torch._inductor.graph", "torch._func
 print([name for name in modules if name in sys.modules], flush=True)
 import os; os._exit(0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = finished([sys.executable, "-c", code])
     assert done.stdout.strip() == "[]", done.stdout
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.jobs import job
 from tests.support.runs import Run, logged_rows, saved_tensors
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer
 from titan.cli import main
 from titan.contrib.evaluation.section import EvaluationSection
@@ -62,9 +62,8 @@ def run_with_failures(
     return now_s
 
 
-@pytest.mark.parametrize(
-    ("work_s", "save_s", "write_s"),
-    table(__file__, "the_mean_of_200_runs_is_the_expected_one"),
+@tabled(
+    "work_s, save_s, write_s",
     ids=["blocking", "beside training", "as often as can be", "seldom"],
 )
 def test_the_mean_of_200_runs_is_the_expected_one(

@@ -14,6 +14,8 @@ from pathlib import Path
 from shutil import which
 from tempfile import gettempdir, mkdtemp
 
+from tests.support.commands import finished
+
 ENTER = """hostname "$1"; mount -t tmpfs tmpfs /dev/shm; mount --bind "$2" /etc/hosts; shift 2; exec "$@" """
 
 
@@ -33,8 +35,7 @@ def why_not() -> str:
 
 def run(*command: str) -> str:
     """Its output; raises if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    done = finished(command)
     return done.stdout.strip()
 
 
@@ -110,9 +111,7 @@ class Hosts:
 
     def processes(self, i: int) -> dict[int, str]:
         """Process ids and command lines of what runs on host i, zombies left out."""
-        found = subprocess.run(
-            ["ip", "netns", "pids", f"{self.name}{i}"], capture_output=True, text=True
-        )
+        found = finished(["ip", "netns", "pids", f"{self.name}{i}"], code=None)
         commands = {}
         for pid in found.stdout.split():
             with suppress(OSError):  # it has just ended

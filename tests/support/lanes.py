@@ -15,7 +15,6 @@ default lane, and those in tests/costs.toml are drawn. Those that prove a promis
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.commands import finished
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -137,7 +138,7 @@ def _changed(commit: str) -> list[str]:
 def git(*arguments: str) -> str:
     """Return what git says; nothing where this is no clone."""
     command = ["git", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=TABLE.parent)
+    run = finished(command, cwd=TABLE.parent, code=None)
     return run.stdout.strip()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from shutil import rmtree, which
 from tempfile import mkdtemp
 
+from tests.support.commands import finished
 from tests.support.hosts import Hosts, run, why_not
 
 PACKAGES = ["slurmd", "slurmctld", "slurm-client", "munge"]
@@ -141,8 +142,7 @@ class Slurm:
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
         """A command's output; raises if it fails."""
         environment = self.environment | variables
-        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        done = finished(command, cwd=cwd, env=environment)
         return done.stdout.strip()
 
     def wait_for(self, ready: Callable[[], bool], *, within_s: float) -> None:

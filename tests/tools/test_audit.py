@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import finished
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, saved_tensors
 from titan.base.untrusted import InputError
@@ -239,7 +239,7 @@ def _audit_elsewhere(run: Path, folder: Path, code: int, *keys: str) -> Audit:
         str(folder / "found.json"),
     ]
     command = [sys.executable, "-m", "titan.cli", *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = finished(command, cwd=ROOT, code=None)
     assert result.returncode == code, result.stdout + result.stderr
     return Audit(**json.loads((folder / "found.json").read_text()))
 

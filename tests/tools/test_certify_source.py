@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.commands import Shell
 from tests.support.hf_families import families, overrides_of
 from tests.support.jobs import job
 from titan.checks.layout_rules import resolve_layout
@@ -164,13 +165,12 @@ def test_lost_and_left_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_a_certificate_says_first_whether_transformers_was_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shell: Shell
 ) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text('[model]\nflavor = "tiny"\n[training]\nseq_len = 32\n')
-    where = ["--layouts=fsdp", "--output", str(tmp_path)]
-    assert titan(["certify", str(path), *where]) == 0
-    assert capsys.readouterr().out.startswith("transformers one process")
+    where = f"--layouts=fsdp --output {tmp_path}"
+    assert shell(f"certify {path} {where}").out.startswith("transformers one process")
     page = (tmp_path / "tiny.certificate.md").read_text().splitlines()
     assert page[2].startswith("The first row compares one process with the program")
     assert any(line.startswith("| transformers | one process | equal") for line in page)

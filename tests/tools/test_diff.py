@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import clean_pairs, silent_bugs
 from tests.support.clean_pairs import PAIRS, Pairs
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.silent_bugs import BUGS, RECORDED, Reference, found_with
@@ -242,29 +243,24 @@ def write(folder: Path, *steps: RecordedStep) -> str:
     return str(folder)
 
 
-def test_recorded_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_runs_are_compared(tmp_path: Path, shell: Shell) -> None:
     right, moved = write(tmp_path / "a", step()), write(tmp_path / "moved", step(noise=3e-7))
     wrong = write(tmp_path / "b", step({("output", "layers.1"): 0.5}, axes={"tp": 2}))
     assert read_steps(tmp_path / "a") == [step()]
-    assert titan(["diff", right, right]) == 0
-    assert "equal: 22 tensors compared" in (said := capsys.readouterr().out)
+    assert "equal: 22 tensors compared" in (said := shell(f"diff {right} {right}").out)
     assert "rounding was not measured" in said
     path = tmp_path / "found.json"
-    assert titan(["diff", right, wrong, "--spread", moved, "--json", str(path)]) == 1
-    said = capsys.readouterr().out
+    said = shell(f"diff {right} {wrong} --spread {moved} --json {path}", code=1).out
     assert "first: step 1: output of layers.1 differs by 5.0e-01" in said
     assert "1/2 of it, as if it had been divided by tp's 2 ranks" in said
     assert "equal before it: output of layers.0" in said
     assert json.loads(path.read_text())["differences"][0]["name"] == "layers.1"
 
 
-def test_a_record_without_outputs_is_no_silent_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_without_outputs_is_no_silent_verdict(tmp_path: Path, shell: Shell) -> None:
     kept = [tensor for tensor in step().tensors if not tensor.kind.startswith("output")]
     run = write(tmp_path / "a", dataclasses.replace(step(), tensors=kept))
-    assert titan(["diff", run, run]) == 0
-    assert "parameters only: the model does not run on meta" in capsys.readouterr().out
+    assert "parameters only: the model does not run on meta" in shell(f"diff {run} {run}").out
 
 
 def empty(folder: Path) -> None:
@@ -309,18 +305,15 @@ def other_content(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_is_a_line_and_exit_code_2(
-    damage: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Any, words: str, tmp_path: Path, shell: Shell
 ) -> None:
     right = write(tmp_path / "a", step())
     damage(tmp_path / "b")
-    assert titan(["diff", right, str(tmp_path / "b")]) == 2
-    said = capsys.readouterr().err.strip()
+    said = shell(f"diff {right} {tmp_path}/b", code=2).err.strip()
     assert words in said and len(said.splitlines()) == 1
 
 
-def test_a_spread_of_another_job_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spread_of_another_job_is_refused(tmp_path: Path, shell: Shell) -> None:
     right = write(tmp_path / "a", step(), step(step=2))
     others = [
         write(tmp_path / "short", step(noise=1e-7)),
@@ -332,18 +325,19 @@ def test_a_spread_of_another_job_is_refused(
     write_step(tmp_path / "model", step(step=2))
     words = "is no run of A's job with record_perturbed"
     for folder in others:
-        assert titan(["diff", right, right, "--spread", folder]) == 2
-        said = capsys.readouterr().err.strip()
+        said = shell(f"diff {right} {right} --spread {folder}", code=2).err.strip()
         assert words in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("word", ["--b.optimizer.lr=1", "--optimizer.lr=1", "third"])
 def test_what_a_recorded_run_cannot_use_is_refused(
-    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    word: str, tmp_path: Path, shell: Shell
 ) -> None:
     run = write(tmp_path / "a", step())
-    assert titan(["diff", run, run, word]) == 2
-    assert f"{word}: a recorded run is read as it is" in capsys.readouterr().err
+    assert (
+        f"{word}: a recorded run is read as it is"
+        in shell(f"diff {run} {run} {word}", code=2).err
+    )
 
 
 JOB = """
@@ -361,25 +355,21 @@ steps = 2
 """
 
 
-def test_jobs_are_trained_and_a_changed_key_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_jobs_are_trained_and_a_changed_key_is_named(tmp_path: Path, shell: Shell) -> None:
     (path := tmp_path / "job.toml").write_text(JOB)
-    changed = ["--b.model.overrides.norm_eps=1e-2", "--b.metrics.log_freq=7", "--steps=1"]
-    assert (
-        titan(["diff", str(path), str(path), *changed, "--output", str(tmp_path / "runs")]) == 1
-    )
-    said = capsys.readouterr().out
+    changed = "--b.model.overrides.norm_eps=1e-2 --b.metrics.log_freq=7 --steps=1"
+    said = shell(f"diff {path} {path} {changed} --output {tmp_path}/runs", code=1).out
     assert "first: step 1: output of layers.0.attention_norm" in said
     for line in ("metrics.log_freq: 10 -> 7\n", "model.overrides.norm_eps: not set -> 0.01\n"):
         assert f"A and B differ in {line}" in said
     # Its runs are there, and equal to themselves.
     run = str(tmp_path / "runs" / "a")
-    assert titan(["diff", run, run, "--spread", str(tmp_path / "runs" / "spread")]) == 0
-    assert "the largest difference is 0%" in capsys.readouterr().out
+    assert (
+        "the largest difference is 0%"
+        in shell(f"diff {run} {run} --spread {tmp_path}/runs/spread").out
+    )
     for keys in (["--b.training.local_batch_size=4"], ["--b.debug.seed=7"]):
-        assert titan(["diff", str(path), str(path), "--steps=1", *keys]) == 1
-        said, progress = capsys.readouterr()
+        said, progress = shell(f"diff {path} {path} --steps=1", *keys, code=1)
         assert f"differ in {keys[0][4:].partition('=')[0]}: " in said
         assert "on 1 rank" in progress
         assert said.endswith(
@@ -411,22 +401,3 @@ def test_what_is_recomputed_is_recorded_and_disturbed(mode: str, tmp_path: Path)
     assert (found.differences, found.left_out, found.worst) == ([], 0, 0.0)
     moved = steps("moved", debug=recorded | {"record_perturbed": 1}, **checkpoint)
     assert 0 < compare(plain, moved).worst < 1
-
-
-def test_a_job_that_cannot_run_is_a_line_and_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (path := tmp_path / "job.toml").write_text(JOB)
-    assert titan(["diff", str(path), str(path), "--b.model.flavor=tinny"]) == 2
-    assert "did you mean 'tiny'?" in capsys.readouterr().err
-    assert titan(["diff", str(path), str(tmp_path / "none.toml")]) == 2
-    said = capsys.readouterr()
-    assert (
-        "none.toml" in said.err and "training" not in said.out
-    )  # nor was the first job trained
-    assert titan(["diff", str(path), str(path), "--json", str(tmp_path / "no" / "x.json")]) == 2
-    assert f"--json: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
-    (tmp_path / "kept" / "b").mkdir(parents=True)
-    assert titan(["diff", str(path), str(path), "--output", str(tmp_path / "kept")]) == 2
-    said = capsys.readouterr()
-    assert "kept/b exists; name a new folder" in said.err and "training" not in said.out

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 
@@ -130,7 +131,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_process_group(
 
 def doctor(run: Run, *, code: int = 1) -> dict[str, Any]:
     command = [sys.executable, "-m", "titan.cli", "doctor", str(run.folder), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = finished(command, code=None)
     assert done.returncode == code, done.stdout + done.stderr + run.said()
     return json.loads(done.stdout)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.commands import Shell
+from tests.support.tables import tabled
 from titan.base.errors import Failure
-from titan.cli import main
 from titan.ops.doctor.diagnosis import _ADVICE, Diagnosis, diagnose
 from titan.ops.doctor.evidence import Evidence
 from titan.ops.run_lock import LOCK_FILE, ProcessId
@@ -131,10 +131,7 @@ def test_ranks_that_wait_for_each_other(folder: Folder) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    table(__file__, "mismatches"),
-)
+@tabled("call, kind, text")
 def test_mismatches(call: dict[str, Any], kind: str, text: str, folder: Folder) -> None:
     for rank in range(3):
         folder.dump(rank, {"dp_shard": 5, "tp": 8})
@@ -221,32 +218,28 @@ def test_a_run_that_ended_without_last_words(folder: Folder) -> None:
     assert [found.kind for found in folder.diagnosis().findings] == ["no_progress"]
 
 
-def test_the_command_reads_replica_groups(
-    folder: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_replica_groups(folder: Folder, shell: Shell) -> None:
     for number, state in ((10, "done"), (2, "failed")):
         folder.status(state)
         (folder.path / f"group-{number}").mkdir()
         (folder.path / "status.json").rename(folder.path / f"group-{number}" / "status.json")
-    assert main(["doctor", str(folder.path)]) == 1
-    first, second = capsys.readouterr().out.split("\n\n" + str(folder.path))
+    first, second = shell(f"doctor {folder.path}", code=1).out.split("\n\n" + str(folder.path))
     assert "group-2: failed" in first and second.startswith("/group-10: ")
-    assert main(["doctor", str(folder.path), "--json"]) == 1
-    assert [Path(page["run"]).name for page in json.loads(capsys.readouterr().out)] == [
+    assert [
+        Path(page["run"]).name
+        for page in json.loads(shell(f"doctor {folder.path} --json", code=1).out)
+    ] == [
         "group-2",
         "group-10",
     ]
 
 
-def test_the_command(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(folder.path / "logs")]) == 2
-    assert "holds no run (no status.json)" in capsys.readouterr().err
+def test_the_command(folder: Folder, shell: Shell) -> None:
+    assert "holds no run (no status.json)" in shell(f"doctor {folder.path}/logs", code=2).err
     folder.status("done")
-    assert main(["doctor", str(folder.path)]) == 0
-    assert capsys.readouterr().out.endswith("are done\nnothing is wrong\n")
+    assert shell(f"doctor {folder.path}").out.endswith("are done\nnothing is wrong\n")
     folder.status("failed", "rank 3 of 0, 1", kind="replicas_differ")
-    assert main(["doctor", str(folder.path), "--json"]) == 1
-    [found] = json.loads(capsys.readouterr().out)["findings"]
+    [found] = json.loads(shell(f"doctor {folder.path} --json", code=1).out)["findings"]
     assert found["kind"] == "replicas_differ" and found["advice"]
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.commands import Shell
 from tests.support.jobs import SMALL, with_changes
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
-from titan.cli import main as titan
 from titan.config.schema import JobConfig, JsonlSource
 from titan.contrib.evaluation import evaluate
 from titan.contrib.evaluation.examples import shipped
@@ -81,32 +81,31 @@ def test_a_step_and_a_folder_score_as_the_run_did(pool: Pool, trained: Path) -> 
 
 
 def test_the_average_scores_as_its_export_does(
-    pool: Pool, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pool: Pool, trained: Path, tmp_path: Path, shell: Shell
 ) -> None:
     argv, tasks = ["--dtype", "float32", "--average"], ["--tasks", ",".join(shipped())]
-    assert titan(["convert", "to-hf", str(trained), str(tmp_path / "hf"), *argv]) == 0
+    shell(f"convert to-hf {trained} {tmp_path}/hf", *argv)
     size = "--training.seq_len=128"
     [expected] = pool.run(1, scored, [str(tmp_path / "hf"), *tasks, size])
     for figures in pool.run(2, scored, [str(trained), *tasks, "--average"]):
         assert figures == pytest.approx(expected, rel=1e-6)
         assert figures != pytest.approx(in_loop(trained), rel=1e-5)
-    assert titan(["evaluate", str(tmp_path / "hf"), *tasks, "--average"]) == 2
     assert (
         "hf: holds no average of the weights; the job needs average.enable"
-        in capsys.readouterr().err
+        in shell(f"evaluate {tmp_path}/hf", *tasks, "--average", code=2).err
     )
 
 
 def test_an_answer_that_no_row_holds_is_refused(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, shell: Shell
 ) -> None:
     file = tmp_path / "long.jsonl"
     file.write_text('{"context": "a", "target": "%s"}' % ("b" * 301))
-    assert titan(["evaluate", str(trained), "--tasks", str(file)]) == 2
+    printed = shell(f"evaluate {trained} --tasks {file}", code=2)
     said = "an answer has 300 tokens, and training.seq_len is 128: raise that, or shorten"
-    assert said in capsys.readouterr().err
+    assert said in printed.err
     job = tmp_path / "job.toml"
     job.write_text(f"[training]\nseq_len = 128\n[[evaluation]]\ntasks = ['{file}']\n")
-    assert titan(["check", str(job), "--tokenizer.name=bytes"]) == 2
+    printed = shell(f"check {job} --tokenizer.name=bytes", code=2)
     found = f"job.toml:4: evaluation[0].tasks: {file}: an answer has 301 tokens, and training.seq_len is 128"
-    assert found in capsys.readouterr().err
+    assert found in printed.err

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint.saved_model import find_checkpoint, open_run_tokenizer
 from titan.cli import main as titan
@@ -65,10 +66,7 @@ def test_every_token_that_ends_an_answer_is_exported(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("family", "data", "section", "begins"),
-    table(__file__, "texts_begin_in_the_export_as_in_the_run"),
-)
+@tabled("family, data, section, begins")
 def test_texts_begin_in_the_export_as_in_the_run(
     family: str, data: dict[str, Any], section: dict[str, Any], begins: bool, tmp_path: Path
 ) -> None:
@@ -88,26 +86,23 @@ def test_texts_begin_in_the_export_as_in_the_run(
 
 
 def test_keys_name_the_tokens_of_a_tokenizer_that_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shell: Shell
 ) -> None:
     write_tokenizer(tmp_path / "tok", "gemma3")
     silent = job(
         model={"overrides": {"vocab_size": 400}}, tokenizer={"path": str(tmp_path / "tok")}
     )
     (tmp_path / "job.toml").write_text(to_toml(silent))
-    assert titan(["check", str(tmp_path / "job.toml")]) == 0
-    said = capsys.readouterr()
+    said = shell(f"check {tmp_path}/job.toml")
     assert (
         "tokenizer.eos_token: " in said.out + said.err
         and "names no token that ends" in said.out + said.err
     )
-    named = ["--tokenizer.eos_token=<eos>", "--tokenizer.bos_token=<bos>"]
-    assert titan(["check", str(tmp_path / "job.toml"), *named]) == 0
-    said = capsys.readouterr()
+    named = "--tokenizer.eos_token=<eos> --tokenizer.bos_token=<bos>"
+    said = shell(f"check {tmp_path}/job.toml {named}")
     assert "names no token" not in said.out + said.err
-    wrong = ["check", str(tmp_path / "job.toml"), "--tokenizer.eos_token=<end>"]
-    assert titan(wrong) == 2
-    assert 'tokenizer.eos_token = "<end>" is no token of' in capsys.readouterr().err
+    wrong = f"check {tmp_path}/job.toml --tokenizer.eos_token=<end>"
+    assert 'tokenizer.eos_token = "<end>" is no token of' in shell(wrong, code=2).err
     tokenizer = {"path": str(tmp_path / "tok"), "bos_token": "<bos>", "eos_token": "<eos>"}
     _, folder = exported(tmp_path, tokenizer=tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -117,32 +112,29 @@ def test_keys_name_the_tokens_of_a_tokenizer_that_does_not(
 
 
 def test_a_folder_names_its_tokenizer_and_more_tokens_than_the_model_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shell: Shell
 ) -> None:
     write_folder(folder := tmp_path / "hf", SHAPES["llama3"], scripts={})
-    assert titan(["check", "--hf", str(folder)]) == 0
-    page = capsys.readouterr().out
+    page = shell(f"check --hf {folder}").out
     assert "    [tokenizer]\n" in page and f'    path = "{folder}"\n' in page
     assert "loads       yes" in page
     names = json.loads((folder / "tokenizer_config.json").read_text())
     names["added_tokens_decoder"] = {"336": {"content": "<|more|>", "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    assert titan(["check", "--hf", str(folder)]) == 0
-    page = capsys.readouterr().out
+    page = shell(f"check --hf {folder}").out
     assert "loads       no" in page
     assert "its tokenizer has 337 tokens, and the model 336" in page
     for argv in (["--chat", "--prompt", "a"], ["--prompt", "a"]):
-        assert titan(["generate", "--checkpoint", str(folder), *argv]) == 2
-        said = capsys.readouterr().err
+        said = shell(f"generate --checkpoint {folder}", *argv, code=2).err
         assert "the tokenizer has 337 tokens, but" in said and said.count("\n") == 1
 
 
-def test_odd_numbers_of_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_numbers_of_sampling(tmp_path: Path, shell: Shell) -> None:
     write_folder(folder := tmp_path / "hf", SHAPES["llama3"], scripts={})
-    argv = ["generate", "--checkpoint", str(folder), "--prompt", "the", "--max-new-tokens", "2"]
-    assert titan([*argv, "--temperature", "1e-40"]) == 0
-    tiny = capsys.readouterr().out
-    assert titan([*argv, "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == tiny
-    assert titan([*argv, "--seed", str(10**20)]) == 2
-    assert "--seed: expected a whole number below 2^63" in capsys.readouterr().err
+    argv = f"generate --checkpoint {folder} --prompt the --max-new-tokens 2"
+    tiny = shell(f"{argv} --temperature 1e-40").out
+    assert shell(f"{argv} --temperature 0").out == tiny
+    assert (
+        "--seed: expected a whole number below 2^63"
+        in shell(f"{argv} --seed {10**20}", code=2).err
+    )

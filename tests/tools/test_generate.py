@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.trainers import Trainer, run_to_end
@@ -91,16 +92,14 @@ def exported(run: Path) -> Path:
 
 
 def test_it_answers_a_question_from_the_run_and_from_its_export(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, shell: Shell
 ) -> None:
     folder, step = exported(run), run / "checkpoint" / "step-60"
     for where in (folder, step):  # the run ended with such a folder, too
         assert (where / "chat_template.jinja").read_text() == TEMPLATE
-    capsys.readouterr()
     for where in (run, folder, step):
         argv = ["--checkpoint", str(where), "--chat", "--prompt", "Say sun.", *GREEDY]
-        assert titan(["generate", *argv]) == 0, capsys.readouterr().err
-        assert capsys.readouterr().out.strip() == "sun sun"
+        assert shell("generate", *argv).out.strip() == "sun sun"
 
 
 def test_transformers_says_the_same(run: Path) -> None:
@@ -115,7 +114,7 @@ def test_transformers_says_the_same(run: Path) -> None:
 
 
 def test_a_file_of_prompts_is_answered_in_its_order(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, shell: Shell
 ) -> None:
     rows: list[Any] = [{"messages": chat[:1]} for chat in CHATS]
     rows += [{"prompt": "Q: Say dog.\nA:"}, {"messages": [*CHATS[0], CHATS[1][0]]}]
@@ -124,29 +123,34 @@ def test_a_file_of_prompts_is_answered_in_its_order(
     found = []
     for size in ("1", "4"):
         argv = ["--checkpoint", str(run), "--prompts", str(file), "--batch-size", size, *GREEDY]
-        assert titan(["generate", *argv]) == 0, capsys.readouterr().err
-        found.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+        printed = shell("generate", *argv)
+        found.append([json.loads(line) for line in printed.out.splitlines()])
     assert found[0] == found[1]
     assert [{k: v for k, v in line.items() if k != "completion"} for line in found[0]] == rows
     said = [line["completion"].strip() for line in found[0]]
     assert said[:4] == [chat[1]["content"] for chat in CHATS]
     text = tmp_path / "prompts.txt"
     text.write_text("Say\n\nsun\n")
-    assert titan(["generate", "--checkpoint", str(run), "--prompts", str(text), *GREEDY]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [
+        json.loads(line)
+        for line in shell(
+            f"generate --checkpoint {run} --prompts {text}", *GREEDY
+        ).out.splitlines()
+    ]
     assert [line["prompt"] for line in lines] == ["Say", "sun"]
     file.write_text('{"messages": [{"content": "a"}]}\n')
-    assert titan(["generate", "--checkpoint", str(run), "--prompts", str(file)]) == 2
-    assert f"{file}:1: message 1 has no role" in capsys.readouterr().err
+    assert (
+        f"{file}:1: message 1 has no role"
+        in shell(f"generate --checkpoint {run} --prompts {file}", code=2).err
+    )
 
 
 def test_a_conversation_goes_on(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = f"Say cat.\nSay {EOS}\nSay sea.\n\nSay dog.\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    assert titan(["generate", "--checkpoint", str(run), "--interactive", *GREEDY]) == 0
-    said = capsys.readouterr()
+    said = shell(f"generate --checkpoint {run} --interactive", *GREEDY)
     assert said.out.splitlines()[0].strip() == "cat cat" and len(said.out.splitlines()) == 2
     assert f"standard input: message 3 spells the special token {EOS}" in said.err
 
@@ -156,7 +160,7 @@ def test_no_memory_is_taken_for_what_a_stranger_claims(
     kind: str,
     run: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sizes in config.toml or config.json may be any; those of the weights are on disk."""
@@ -171,8 +175,7 @@ def test_no_memory_is_taken_for_what_a_stranger_claims(
     monkeypatch.setattr(answers, "materialize", lambda *_, **__: pytest.fail("took memory"))
     monkeypatch.setattr(train_step, "materialize", answers.materialize)
     for command in (["generate", "--prompt=a"], ["evaluate", "--tasks=stdlib_choice"]):
-        assert titan([command[0], str(where), *command[1:]]) == 2
-        assert "layers.2" in capsys.readouterr().err
+        assert "layers.2" in shell(f"{command[0]} {where}", *command[1:], code=2).err
 
 
 @pytest.mark.slow  # two processes that import torch
@@ -185,13 +188,10 @@ def test_processes_share_the_model(run: Path, capfd: pytest.CaptureFixture[str])
     assert said[0] == said[1]
 
 
-def test_without_a_template_it_says_what_to_set(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_template_it_says_what_to_set(run: Path, shell: Shell) -> None:
     folder = run.parent / "tokenizer"
-    argv = ["--checkpoint", str(run), "--tokenizer", str(folder), "--interactive"]
-    assert titan(["generate", *argv]) == 2
-    error = capsys.readouterr().err
+    argv = f"--checkpoint {run} --tokenizer {folder} --interactive"
+    error = shell(f"generate {argv}", code=2).err
     assert f"tokenizer {folder / 'tokenizer.json'} has no chat template" in error
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Shell
 from titan.cli import main
 from titan.tools.plot import loss_curves, panels, points, read_metrics, running_mean
 from titan.tools.row_files import run_names
@@ -25,13 +26,12 @@ def write_run(folder: Path, *, slope: float) -> Path:
 
 
 @pytest.mark.parametrize("x", ["step", "tokens", "time"])
-def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str], x: str) -> None:
+def test_picture(tmp_path: Path, shell: Shell, x: str) -> None:
     image = pytest.importorskip("matplotlib.image")
     first = write_run(tmp_path / "first", slope=5.0)
     second = write_run(tmp_path / "second", slope=9.0)
     output = tmp_path / "new" / "picture.png"
-    assert main(["plot", str(first), str(second), "--output", str(output), "--x", x]) == 0
-    assert capsys.readouterr().out == f"wrote {output}\n"
+    assert shell(f"plot {first} {second} --output {output} --x {x}").out == f"wrote {output}\n"
     assert output.read_bytes().startswith(b"\x89PNG")
     pixels = image.imread(output)
     height, width = pixels.shape[:2]
@@ -55,13 +55,12 @@ def test_points_and_names(tmp_path: Path) -> None:
     assert len(points(rows, "step", "loss")[0]) == 100
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, shell: Shell) -> None:
     pytest.importorskip("matplotlib")
     near = write_run(tmp_path / "demo", slope=1.0)
     (tmp_path / "metrics.jsonl").touch()
     for folder, message in {"dmeo": f"runs near it: {near}", ".": "no step was logged"}.items():
-        assert main(["plot", str(tmp_path / folder)]) == 2
-        error = capsys.readouterr().err
+        error = shell(f"plot {tmp_path / folder}", code=2).err
         assert error.count("\n") == 1 and message in error
 
 

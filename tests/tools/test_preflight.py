@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.commands import finished
 from tests.support.ranks import Pool
 from titan.checks.rules import check_to_run
 from titan.config.schema import JobConfig
@@ -195,16 +196,12 @@ def test_the_command(tmp_path: Path) -> None:
         "--json",
         str(file),
     ]
-    run = subprocess.run(
-        [*command, *huge], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    run = finished([*command, *huge], cwd=ROOT, timeout=120, code=None)
     assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
     assert "2 ranks on" in run.stdout and "PROBLEM  dry run: rank" in run.stdout
     assert "is out of memory: DefaultCPUAllocator: can't allocate memory" in run.stdout
     assert "is out of memory" in json.loads(file.read_text())["problems"][-1]
-    nonsense = subprocess.run(
-        [*command, "--training.step=3"], cwd=ROOT, capture_output=True, text=True
-    )
+    nonsense = finished([*command, "--training.step=3"], cwd=ROOT, code=None)
     assert nonsense.returncode == 2 and "did you mean 'steps'" in nonsense.stderr
 
 
@@ -279,6 +276,6 @@ def test_the_prediction_is_that_of_the_simulator(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name)
     command = [sys.executable, "-m", "titan.cli", "sim", *job, "--world-size=2"]
     command += ["--hardware=h100-sxm", "--json=/dev/stdout"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout
+    said = finished(command, code=None).stdout
     assert found is not None and f'"step_time_s": {found}' in said
     assert cli.predict(job, 2, load_profile("cpu")) is None

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import command
-from tests.support.tables import table
+from tests.support.commands import Shell, command
+from tests.support.tables import table, tabled
 from titan.tools.trace import analyse
 from titan.tools.trace_files import find_traces
 from titan.tools.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
@@ -229,10 +229,7 @@ def test_cpu_waiting_for_gloo_is_exposed_communication() -> None:
     assert report.modules_s["(elsewhere)"]["total"] * 1e6 == pytest.approx(20)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    table(__file__, "kinds_of_kernels"),
-)  # fmt: skip
+@tabled("kernel, kind")
 def test_kinds_of_kernels(kernel: str, kind: str) -> None:
     assert kind_of_kernel(kernel, frozenset()) == kind
 
@@ -250,14 +247,11 @@ def test_what_surrounds_a_kernel_or_an_operator_counts() -> None:
         assert kind_of_operator(name, within, is_operator=True) == kind, name
 
 
-def test_the_page_and_the_spread_over_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_and_the_spread_over_ranks(tmp_path: Path, shell: Shell) -> None:
     for step in (10, 20):
         step_trace().write(tmp_path / f"run/traces/step-{step}/rank-0.json.gz")
     step_trace(late=500).write(tmp_path / "run/traces/step-20/rank-1.json.gz")
-    assert main([str(tmp_path / "run")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = shell(f"profile {tmp_path}/run").out.splitlines()
     assert max(map(len, lines[1:])) <= 100
     assert lines[0].endswith("step-20/rank-0.json.gz")
     assert lines[1] == "1 step, 0.98 ms; kernels on the GPU's streams"
@@ -267,8 +261,7 @@ def test_the_page_and_the_spread_over_ranks(
     assert ["layers.*.attention", "(1)", "0.16", "0.10", "0.15", "0.41", "41.8%"] in cells
     spans = "step 0.98-1.48, exposed 0.08-0.08, idle 0.12-0.12"
     assert lines[-1] == f"2 of 2 ranks, ms: {spans}; waits least: rank-0"
-    assert main([str(tmp_path / "run"), "--json", "--rank", "1"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json.loads(shell(f"profile {tmp_path}/run --json --rank 1").out)
     assert answer["step_s"] == pytest.approx(1480e-6)
     assert answer["ranks"]["rank-0"]["step_s"] == pytest.approx(980e-6)
     assert answer["modules_s"]["layers.0.attention"]["recompute"] == pytest.approx(100e-6)
@@ -289,14 +282,13 @@ def test_which_trace(tmp_path: Path) -> None:
     assert found(tmp_path / "folder/step-10/rank-1.json.gz") == ["step-10/rank-1"]
 
 
-def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.toml").touch()
     step_trace().write(tmp_path / "run/traces/step-10/rank-0.json.gz")
 
     def error(*arguments: str) -> str:
-        assert main([str(tmp_path / arguments[0]), *arguments[1:]]) == 2
-        text = capsys.readouterr().err
+        text = shell(f"profile {tmp_path / arguments[0]}", *arguments[1:], code=2).err
         assert text.count("\n") == 1
         return text
 
@@ -330,13 +322,10 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_trace_is_one_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_trace_is_one_line(name: str, tmp_path: Path, shell: Shell) -> None:
     (path := tmp_path / name).write_bytes(DAMAGED[name])
     begin = time.process_time()
-    assert main([str(path)]) == 2
-    error = capsys.readouterr().err
+    error = shell(f"profile {path}", code=2).err
     assert error.startswith(f"{path}: not a whole trace") and error.count("\n") == 1
     assert error.rstrip("\n").isprintable() and time.process_time() - begin < 20
 
@@ -357,10 +346,11 @@ def test_a_large_trace_is_read_event_by_event(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_too_many_events_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.setattr("titan.tools.trace.MAX_EVENTS", 500)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [EVENT] * 1000}))
-    assert main([str(path)]) == 2
-    assert "record fewer steps: profiling.profiler_active" in capsys.readouterr().err
+    assert (
+        "record fewer steps: profiling.profiler_active" in shell(f"profile {path}", code=2).err
+    )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction
 
-from tests.support.commands import command
+from tests.support.commands import Shell, command
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
@@ -112,9 +112,8 @@ def test_every_module_has_its_time_forward_and_backward(traced: Path) -> None:
         assert modules_s[name]["recompute"] == 0
 
 
-def test_the_command(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(traced)]) == 0
-    page = capsys.readouterr().out
+def test_the_command(traced: Path, shell: Shell) -> None:
+    page = shell(f"profile {traced}").out
     assert page.startswith(f"{traced}/traces/step-4/rank-0.json.gz\n1 step, ")
     assert "CPU: self times" in page and f"layers.*.attention ({LAYERS})" in page
     assert max(map(len, page.splitlines()[1:])) <= 100
@@ -153,7 +152,7 @@ def train_in_pool(folder: Path, sections: dict[str, dict[str, Any]]) -> None:
 
 
 def test_ranks_that_shard_show_their_communication(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pool: Pool, tmp_path: Path, shell: Shell
 ) -> None:
     pool.run(2, train_in_pool, tmp_path, {})
     for rank in (0, 1):
@@ -164,8 +163,7 @@ def test_ranks_that_shard_show_their_communication(
         # Each block gathers its parameters twice and reduces its gradients once, and so does the root but for one gather.
         assert report.calls["communication_exposed"] >= 3 * LAYERS + 2
         assert all(report.modules_s[f"layers.{i}"]["total"] > 0 for i in range(LAYERS))
-    assert main([str(tmp_path), "--rank", "1"]) == 0
-    out = capsys.readouterr().out
+    out = shell(f"profile {tmp_path} --rank 1").out
     assert "rank-1.json.gz" in out.splitlines()[0]
     assert out.splitlines()[-1].startswith("2 of 2 ranks, ms: step ")
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.commands import finished
+from tests.support.tables import tabled
 from titan.cli import main
 from titan.config.schema import FaultToleranceSection
 
@@ -200,10 +201,7 @@ def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
     assert "\nMAX_RESTARTS=3\n" in script  # of several nodes
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    table(__file__, "options_that_do_not_go_to_sbatch"),
-)
+@tabled("option, message")
 def test_options_that_do_not_go_to_sbatch(
     tmp_path: Path, option: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,9 +228,8 @@ echo '{"problems": []}' >"$report"
 """
 
 
-@pytest.mark.parametrize(
-    ("finds", "spare", "modules", "nodes", "code"),
-    table(__file__, "preflight_in_the_allocation"),
+@tabled(
+    "finds, spare, modules, nodes, code",
     ids=[
         "all is well",
         "a slow node",
@@ -326,10 +323,7 @@ def test_it_imports_no_torch(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("code", "restarts", "crashes", "exit_code", "requeued"),
-    table(__file__, "what_becomes_of_an_exit_code"),
-)
+@tabled("code, restarts, crashes, exit_code, requeued")
 def test_what_becomes_of_an_exit_code(
     tmp_path: Path, code: int, restarts: int, crashes: int, exit_code: int, requeued: bool
 ) -> None:
@@ -424,9 +418,7 @@ def test_the_example_for_skypilot(tmp_path: Path) -> None:
         "SKYPILOT_TASK_ID": "t",
     }
     shell = ["bash", "-c", task["run"]]
-    words = subprocess.run(shell, env=variables, capture_output=True, text=True).stdout.split(
-        "\0"
-    )
+    words = finished(shell, env=variables, code=None).stdout.split("\0")
     [mount] = task["file_mounts"]
     assert words[:-1] == [
         "-m",

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import finished
 from tests.support.hosts import Hosts, why_not
 from tests.support.jobs import ROOT
 from tests.support.runs import Run, logged_steps
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.ops.cluster import node
 
 PROGRAM = [
@@ -81,10 +82,7 @@ def test_a_mistake(tmp_path: Path) -> None:
     assert run.said().count("did you mean 'steps'?") == 1, run.said()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variables", "expected"),
-    table(__file__, "the_address_of_the_store"),
-)
+@tabled("arguments, variables, expected")
 def test_the_address_of_the_store(
     arguments: list[str],
     variables: dict[str, str],
@@ -118,8 +116,7 @@ def prepared(*words: int, **variables: str) -> tuple[list[object], str]:
         k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_CACHE_DIR"
     } | variables
     command = [sys.executable, "-c", PREPARE, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = finished(command, env=environment)
     return json.loads(done.stdout), done.stderr
 
 

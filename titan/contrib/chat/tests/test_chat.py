@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.commands import Shell
 from tests.support.layouts import (
     BOUND,
     GLOBAL_BATCH,
@@ -25,7 +26,7 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from titan.cli import main as titan
 from titan.config import schema as s
 from titan.contrib.chat import ChatTemplate, limits
@@ -236,23 +237,16 @@ def test_rows_hold_whole_conversations_and_predict_answers_alone(
 
 
 def test_parquet_and_prepared_shards_are_the_same_samples(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, shell: Shell
 ) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     chats = conversations(20)
     lines = written(tmp_path / "a.jsonl", chats)
     parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "a.parquet")
     (tmp_path / "chat.jinja").write_text(PLAIN)
-    argv = [
-        "--tokenizer",
-        str(folder),
-        "--chat-template",
-        str(tmp_path / "chat.jinja"),
-        "--workers",
-        "2",
-    ]
-    argv += ["--output", str(tmp_path / "shards"), "--messages-key", "messages"]
-    assert titan(["prepare", "--input", str(lines), *argv]) == 0, capsys.readouterr().err
+    argv = f"--tokenizer {folder} --chat-template {tmp_path}/chat.jinja --workers 2"
+    argv += f" --output {tmp_path}/shards --messages-key messages"
+    shell(f"prepare --input {lines} {argv}")
     sources = [
         s.JsonlSource(path=str(lines), messages_key="messages"),
         s.ParquetSource(path=str(tmp_path / "a.parquet"), messages_key="messages"),
@@ -278,8 +272,9 @@ def test_parquet_and_prepared_shards_are_the_same_samples(
         f'path = "{tmp_path / "shards"}"\n[training]\nseq_len = 64\n[model]\nflavor = "tiny"\n'
         "[[phase]]\nfrom_step = 5\nseq_len = 32\n"
     )
-    assert titan(["check", str(job)]) == 2
-    assert "job.toml:7: data.sources[0].path: the shards in" in capsys.readouterr().err
+    assert (
+        "job.toml:7: data.sources[0].path: the shards in" in shell(f"check {job}", code=2).err
+    )
 
 
 def test_long_conversations_end_after_an_answer_or_are_left_out(
@@ -346,7 +341,7 @@ BAD = table(__file__, "bad")
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_conversations_are_named_by_file_and_line(
-    folder: Path, tmp_path: Path, message: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, message: str, shell: Shell
 ) -> None:
     file = written(tmp_path / "a.jsonl", [[USER, ANSWER], BAD[message]])
     template = (
@@ -358,8 +353,7 @@ def test_bad_conversations_are_named_by_file_and_line(
         f'[tokenizer]\npath = "{folder}"\nchat_template = "{tmp_path / "chat.jinja"}"\n[data]\ndocument_mask = true\n'
         f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n[model]\nflavor = "tiny"\n'
     )
-    assert titan(["check", str(job)]) == 2
-    error = capsys.readouterr().err
+    error = shell(f"check {job}", code=2).err
     assert f"{file}:2: {message}" in error and f"{job}:8" in error
     argv = ["--tokenizer", str(folder), "--chat-template", str(tmp_path / "chat.jinja")]
     argv += [
@@ -370,12 +364,11 @@ def test_bad_conversations_are_named_by_file_and_line(
         "--workers",
         "2" if "refuses" in message else "1",
     ]
-    assert titan(["prepare", "--input", str(file), *argv]) == 2
-    assert f"{file}:2: {message}" in capsys.readouterr().err
+    assert f"{file}:2: {message}" in shell(f"prepare --input {file}", *argv, code=2).err
 
 
 def test_a_missing_or_unfit_template_says_what_to_set(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, shell: Shell
 ) -> None:
     with pytest.raises(
         DataError, match=r"tokenizer.json has no chat template.* set tokenizer.chat_template"
@@ -397,18 +390,14 @@ def test_a_missing_or_unfit_template_says_what_to_set(
     job = tmp_path / "job.toml"
     file = written(tmp_path / "a.jsonl", [[USER, ANSWER]])
     job.write_text(f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n')
-    assert titan(["check", str(job)]) == 2
-    error = capsys.readouterr().err
+    error = shell(f"check {job}", code=2).err
     assert (
         "data.document_mask: conversations share sequences; set document_mask = true" in error
     )
     assert "the embedded tokenizer has no chat template" in error
 
 
-@pytest.mark.parametrize(
-    ("template", "why"),
-    table(__file__, "a_template_of_a_stranger_takes_little"),
-)
+@tabled("template, why")
 def test_a_template_of_a_stranger_takes_little(
     template: str, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,10 +479,7 @@ def test_conversations_with_tools_take_the_template_of_that_name(
         assert found == expected and ("tools" in found) == (tools is not None)
 
 
-@pytest.mark.parametrize(
-    "more",
-    table(__file__, "no_text_of_a_message_becomes_a_special_token"),
-)
+@tabled("more")
 def test_no_text_of_a_message_becomes_a_special_token(
     folder: Path, more: dict[str, Any]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.jobs import job
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.config.render import to_toml
 from titan.contrib.elastic import process_group
 from titan.contrib.elastic.agreement import GroupLeaves, differences, require_same_samples
@@ -59,10 +59,7 @@ def test_every_key_that_is_not_harmless_is_compared() -> None:
     assert "training.local_batch_size" in seen and "optimizer.implementation" in seen
 
 
-@pytest.mark.parametrize(
-    ("told", "leaves"),
-    table(__file__, "a_group_at_other_samples_leaves"),
-)
+@tabled("told, leaves")
 def test_a_group_at_other_samples_leaves(told: list[list[int]], leaves: list[int]) -> None:
     names = [f"group-{number}" for number in range(len(told))]
 
@@ -87,10 +84,7 @@ for line in ("group-0:a", "old group-1:b", "group-2:c"):
     PAGE += f'\n  <li class="heartbeat\n    {old}\n  ">\n    {member}: seen 1.5s ago\n  </li>'
 
 
-@pytest.mark.parametrize(
-    ("own", "members", "quorum", "why"),
-    table(__file__, "what_the_page_says"),
-)
+@tabled("own, members, quorum, why")
 def test_what_the_page_says(own: str, members: list[str], quorum: int, why: str) -> None:
     assert why_given_up(PAGE, members, own=own, quorum=quorum) == why
     assert why_given_up("", members, own=own, quorum=quorum) == ""

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from scripts.drills import groups as drill
+from tests.support.commands import Shell, finished
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
-from tests.support.tables import table
+from tests.support.tables import tabled
 from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.cli import main
@@ -52,8 +53,7 @@ def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: P
     folder = tmp_path / "run"
     command = [sys.executable, str(ROOT / "scripts/drill.py"), "groups", str(folder)]
     command += ["--groups", "2", "--nproc", "1", "--steps", "200", "--every", "1.5"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    done = finished(command, cwd=ROOT)
     assert "next step of the survivors" in done.stdout, done.stdout
     rows = drill.rows_of(folder)
     assert {row["replica_groups"] for row in rows} == {1, 2}
@@ -70,7 +70,7 @@ def test_every_step_of_groups_that_are_killed_is_that_of_one_process(tmp_path: P
         *settings,
         "--training.global_batch_size=4",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = finished(command, cwd=ROOT, code=None)
     assert done.returncode == 0 and f"step-{last}" in done.stdout, done.stdout + done.stderr
     [first, *_] = map(json.loads, (tmp_path / "alone/metrics.jsonl").read_text().splitlines())
     assert first["step"] == last + 1 and first["tokens"] == rows[-1]["tokens"] + 4 * 64
@@ -90,8 +90,7 @@ def test_a_checkpoint_of_three_groups_resumes_with_any_number(tmp_path: Path) ->
             f"--job.dump_folder={folder}",
         ]
         command += ["--checkpoint.interval=1", *settings]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stdout + done.stderr
+        finished(command, cwd=ROOT)
         return folder
 
     def groups(number: int) -> tuple[str, ...]:
@@ -331,15 +330,15 @@ def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path, moves: bool) -
 
 
 def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "lighthouse").write_text("http://of-an-earlier-run:1\n")
-    arguments = [str(ROOT / JOB[0]), f"--job.dump_folder={run}", "--checkpoint.enable=true"]
-    options = ["--nodes", "2", "--gpus-per-node", "0", "--groups", "3"]
-    assert main(["slurm", *arguments, *options]) == 0
+    arguments = f"{ROOT / JOB[0]} --job.dump_folder={run} --checkpoint.enable=true"
+    options = "--nodes 2 --gpus-per-node 0 --groups 3"
+    shell(f"slurm {arguments} {options}")
     script = (run / "job.sbatch").read_text()
     assert "#SBATCH --array=0-2" in script and not (run / "lighthouse").exists()
     assert (
@@ -349,7 +348,7 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     # What an element of the array gives to titan.
     shown = script[: script.index("set -uo pipefail")] + "printf '%s\\n' \"$@\""
     variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
-    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, env=variables)
+    done = finished(["bash", "-c", shown], env=variables, code=None)
     job = load_from_argv(done.stdout.splitlines())
     section = groups_of(job)
     assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
@@ -357,7 +356,6 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     assert (
         job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
     )
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -372,7 +370,7 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
 def test_the_lighthouse_is_queued_again_while_there_are_groups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     ends: str,
     queued: str,
     requeued: bool,
@@ -390,19 +388,15 @@ def test_the_lighthouse_is_queued_again_while_there_are_groups(
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    arguments = [str(ROOT / JOB[0]), "--job.dump_folder=run", "--checkpoint.enable=true"]
-    assert (
-        main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"])
-        == 0
-    )
+    arguments = f"{ROOT / JOB[0]} --job.dump_folder=run --checkpoint.enable=true"
+    shell(f"slurm {arguments} --nodes 1 --gpus-per-node 0 --groups 2")
     script = tmp_path / "run/lighthouse.sbatch"
     assert "#SBATCH --requeue" in script.read_text()
     path = f"{tmp_path}:{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", script], capture_output=True, text=True, env=variables)
+    done = finished(["bash", script], env=variables, code=None)
     assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout + done.stderr
     assert done.returncode == code or (not ends and done.returncode > 128)
-    capsys.readouterr()
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,10 +408,7 @@ def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.Monke
         launch_groups([], job(), num_groups=2, num_processes=1, max_restarts=0)
 
 
-@pytest.mark.parametrize(
-    ("programs", "restarts", "code", "lines"),
-    table(__file__, "a_run_is_done_when_a_group_is_and_each_loss_is_said"),
-)
+@tabled("programs, restarts, code, lines")
 def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -462,10 +453,7 @@ def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> li
     return found
 
 
-@pytest.mark.parametrize(
-    ("visible", "options", "expected"),
-    table(__file__, "groups_share_out_the_gpus"),
-)
+@tabled("visible, options, expected")
 def test_groups_share_out_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
     visible: str | None,
@@ -481,22 +469,17 @@ def test_groups_share_out_the_gpus(
         assert command[command.index("--nproc") + 1] == str(len(devices.split(",")))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    table(__file__, "groups_that_would_share_gpus_are_refused"),
-)
+@tabled("options, message")
 def test_groups_that_would_share_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     options: list[str],
     message: str,
 ) -> None:
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
-    assert (
-        main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options])
-        == 2
-    )
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = shell(
+        f"train {ROOT / JOB[0]} --checkpoint.enable=true --elastic", *options, code=2
+    ).err.splitlines()
     assert line.startswith("command line: ") and message in line
 
 
@@ -521,10 +504,7 @@ def test_nccl_leaves_it_to_the_groups_to_go_on(
     assert found == [expected]
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "message"),
-    table(__file__, "groups_are_checked"),
-)
+@tabled("section, key, message")
 def test_groups_are_checked(section: dict[str, Any], key: str, message: str) -> None:
     config = job(fault_tolerance={"enable": True, **section}, checkpoint={"enable": True})
     [problem] = check(config)

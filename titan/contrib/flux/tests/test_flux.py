@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.layouts import RING, Layout, cp, fsdp, job_of, tp
 from tests.support.ranks import Pool
@@ -252,9 +253,7 @@ def test_runs_draw_the_same_pictures_and_resume_to_the_bit(pool: Pool, tmp_path:
     assert other[0][1] == pytest.approx(losses[2:], rel=1e-5) and resumed == losses[:2]
 
 
-def test_generate_draws_what_the_run_drew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_draws_what_the_run_drew(tmp_path: Path, shell: Shell) -> None:
     """Draw from the average of a saved step: all labels, and one by number and by name. Mistakes get one line."""
     config = flux_job(
         job={"dump_folder": str(tmp_path / "run")},

@@ -38,7 +38,7 @@ from tests.support.layouts import (
 )
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import table, tabled
 from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.checks.machine import check_machine
 from titan.checks.rules import check
@@ -376,10 +376,7 @@ def test_resumes_on_another_layout(folder: Path, pool: Pool) -> None:
         assert (folder / "run" / "samples" / "step-4.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    table(__file__, "problems"),
-)
+@tabled("changes, key")
 def test_problems(changes: dict[str, Any], key: str, folder: Path) -> None:
     assert not check(picture_job(folder)) and not check_machine(picture_job(folder))
     [problem] = check_machine(picture_job(folder / "nowhere"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.metrics import read_json_lines, step_row
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import MetricsSection
 from titan.contrib.model_columns.loads import ExpertLoads, load_figures
@@ -101,11 +101,7 @@ def test_one_process(alone: Any) -> None:
     assert rows[-1][2]["maxvio"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    table(__file__, "each_layout_shows_the_figures_of_one_process"),
-    ids=lambda layout: " x ".join(layout),
-)
+@tabled("layout", ids=lambda layout: " x ".join(layout))
 def test_each_layout_shows_the_figures_of_one_process(
     layout: dict[str, int], alone: Any, pool: Pool, tmp_path: Path
 ) -> None:

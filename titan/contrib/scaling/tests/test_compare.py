@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.tables import table
+from tests.support.commands import Shell
+from tests.support.tables import table, tabled
 from titan.base.rows import read_rows
 from titan.cli import main as titan
 from titan.contrib.scaling import compare, paired
@@ -124,7 +125,7 @@ def test_pairs_of_runs(
     case: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in case.get("files", {}).items():
@@ -133,8 +134,7 @@ def test_pairs_of_runs(
     for side, seed in product("ab", range(3)):
         run = case.get(side, {}) | case.get(f"{side}{seed}", {})
         write_run(Path(side, str(seed)), seed, run)
-    assert titan(["compare", "a", "b", *case.get("words", [])]) == case.get("code", 0)
-    said = "".join(capsys.readouterr())
+    said = "".join(shell("compare a b", *case.get("words", []), code=case.get("code", 0)))
     assert [text for text in case["says"] if text not in said] == [], said
     assert [text for text in case.get("not", []) if text in said] == [], said
 
@@ -174,9 +174,7 @@ def test_jobs_are_trained_and_compared(
     assert "begins" not in said and "B takes 20% less time a token" in said
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"), table(__file__, "losses_that_do_not_compare")
-)
+@tabled("old, new, expected")
 def test_losses_that_do_not_compare(
     jobs: list[str], old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

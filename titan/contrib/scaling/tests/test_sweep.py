@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.commands import Shell, finished
+from tests.support.tables import tabled
 from titan.base.untrusted import InputError
 from titan.cli import main as titan
 from titan.config.load import load_config
@@ -50,13 +51,10 @@ def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in map(json.loads, lines)}
 
 
-def test_runs_with_a_run_that_diverges(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_with_a_run_that_diverges(job: Path, tmp_path: Path, shell: Shell) -> None:
     folder = tmp_path / "sweep"
-    words = ["sweep", str(job), "--set=optimizer.lr=1e-4,3e-2,1e8", f"--folder={folder}"]
-    assert titan([*words, "--seeds=2", "--jobs=2", f"--plot={tmp_path / 'p.png'}"]) == 0
-    said = capsys.readouterr().out
+    words = f"sweep {job} --set=optimizer.lr=1e-4,3e-2,1e8 --folder={folder}"
+    said = shell(f"{words} --seeds=2 --jobs=2 --plot={tmp_path / 'p.png'}").out
     assert "optimizer.lr=3e-2 is better than optimizer.lr=1e-4 by " in said and " ± " in said
     assert "| optimizer.lr=1e8 | - | - | 2 diverged |" in said
     rows = rows_of(folder)
@@ -68,8 +66,7 @@ def test_runs_with_a_run_that_diverges(
     config = load_config(folder / "jobs/lr=3e-2,seed=1.toml")
     assert config.optimizer.lr == 3e-2 and config.debug.seed == 1
     # Nothing is trained twice.
-    assert titan([*words, "--seeds=2"]) == 0
-    said = capsys.readouterr().out
+    said = shell(f"{words} --seeds=2").out
     assert "6 of 6 runs are done" in said and "begins" not in said
 
 
@@ -88,23 +85,18 @@ def test_a_killed_sweep_goes_on(job: Path, tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     # The run that it had begun goes on alone. The next command waits for it.
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = finished(words)
     assert "1 of 3 runs are done" in done.stdout and "lr=1e-3: begins" not in done.stdout
     assert (first / "metrics.jsonl").stat().st_mtime_ns == written
     assert {row["state"] for row in rows_of(folder).values()} == {"done"}
 
 
 @pytest.mark.slow
-def test_lengths_are_swept_and_not_repeated(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["sweep", str(job), "--set=training.steps=4,8", f"--folder={tmp_path / 's'}"]
-    assert titan([*words, "--jobs=2"]) == 0
+def test_lengths_are_swept_and_not_repeated(job: Path, tmp_path: Path, shell: Shell) -> None:
+    words = f"sweep {job} --set=training.steps=4,8 --folder={tmp_path / 's'}"
+    shell(f"{words} --jobs=2")
     assert {row["step"] for row in rows_of(tmp_path / "s").values()} == {4, 8}
-    capsys.readouterr()
-    assert titan(words) == 0
-    assert "2 of 2 runs are done" in capsys.readouterr().out
+    assert "2 of 2 runs are done" in shell(words).out
 
 
 def groups(*losses: list[float]) -> list[Setting]:
@@ -141,54 +133,43 @@ def test_intervals_hold_the_truth() -> None:
     assert 0.08 < wrong / 2000 < 0.12
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    table(__file__, "mistakes_are_lines"),
-)
+@tabled("words, expected")
 def test_mistakes_are_lines(
     job: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     words: list[str],
     expected: str,
 ) -> None:
-    assert titan(["sweep", str(job), f"--folder={tmp_path / 's'}", *words]) == 2
-    said = capsys.readouterr().err
+    said = shell(f"sweep {job} --folder={tmp_path / 's'}", *words, code=2).err
     assert expected in said and len(said.splitlines()) == 1 + said.endswith("1 problem\n")
     assert not (tmp_path / "s").exists()
-
-
-def test_a_report_takes_no_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert titan(["sweep", str(job), "--report"]) == 2
-    assert "--report: takes the runs of the folder: remove " in capsys.readouterr().err
 
 
 def test_a_folder_keeps_the_runs_of_its_sweep(
     job: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
 ) -> None:
     """A report would lose some."""
     monkeypatch.setattr("titan.contrib.scaling.execute.run_here", lambda *_, **__: 0)
-    words = ["sweep", str(job), f"--folder={tmp_path / 's'}"]
-    assert titan([*words, "--set=optimizer.lr=1e-3,2e-3"]) == 1
-    assert "lr=2e-3: waiting" in capsys.readouterr().err
+    words = f"sweep {job} --folder={tmp_path / 's'}"
+    assert "lr=2e-3: waiting" in shell(f"{words} --set=optimizer.lr=1e-3,2e-3", code=1).err
     kept = (tmp_path / "s/sweep.json").read_text()
-    assert titan([*words, "--set=optimizer.lr=2e-3,3e-3"]) == 2
     assert (
-        "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
+        "is the folder of a sweep with lr=1e-3: use another --folder"
+        in shell(f"{words} --set=optimizer.lr=2e-3,3e-3", code=2).err
     )
     assert (tmp_path / "s/sweep.json").read_text() == kept
-    assert titan([*words, "--set=optimizer.lr=2e-3,3e-3,1e-3"]) == 1
+    shell(f"{words} --set=optimizer.lr=2e-3,3e-3,1e-3", code=1)
     assert [trial.name for trial in trials.read(tmp_path / "s")] == [
         "lr=1e-3",
         "lr=2e-3",
         "lr=3e-3",
     ]
     (tmp_path / "file").touch()
-    assert titan(["sweep", str(job), "--seeds=2", f"--folder={tmp_path / 'file'}"]) == 2
-    assert "file: " in capsys.readouterr().err
+    assert "file: " in shell(f"sweep {job} --seeds=2 --folder={tmp_path / 'file'}", code=2).err
 
 
 def test_a_run_that_fails_names_its_log(
@@ -199,8 +180,8 @@ def test_a_run_that_fails_names_its_log(
     trials.write([(trial, load_config(job))], folder)
     trial.job.write_text("[model]\nflavor = 1\n")
     assert run_here([trial], at_a_time=1, processes=1) == 0
-    assert titan(["sweep", f"--folder={folder}", "--report"]) == 1
     assert f"exit code 2; see {folder}/jobs/seed=0.log" in capsys.readouterr().out
+    assert titan(["sweep", f"--folder={folder}", "--report"]) == 1
     assert "model.flavor" in (folder / "jobs/seed=0.log").read_text()
 
 
@@ -314,7 +295,7 @@ def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path
         assert process.returncode == 75 and "stopping: runs save a checkpoint" in said
         stopped = {name: row["step"] for name, row in rows_of(folder).items()}
         assert len(stopped) == 2 and all(0 < step < 600 for step in stopped.values())
-        again = subprocess.run(words, capture_output=True, text=True, timeout=400)
+        again = finished(words, timeout=400, code=None)
         assert again.returncode == 0 and "optimizer.lr=3e-3" in again.stdout
     finally:
         cluster.shutdown()

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import titan.sim
+from tests.support.commands import Shell
 from tests.support.ranks import Pool
-from tests.support.tables import table
+from tests.support.tables import tabled
 from tests.support.traces import (
     CountTransfers,
     TrackMemory,
@@ -206,10 +207,7 @@ def build(device, of="scaled", rows=1, columns=1):
 # ({"of": "softened", "rows": 1024, "columns": 128_256}, 2, 0): A row of a vocabulary in fp32 exceeds the cache, and is read once for the maximum and once for the sum.
 # ({"of": "by_hand", "rows": 1024, "columns": 128_256}, 1, 0): Written out, Inductor finds the softmax in one pass.
 # ({"of": "softened", "rows": 2**16, "columns": 4096}, 1, 0): Short rows are still in the cache.
-@pytest.mark.parametrize(
-    ("settings", "read", "written"),
-    table(__file__, "bytes_of_fused_kernels"),
-)
+@tabled("settings, read, written")
 def test_bytes_of_fused_kernels(
     settings: dict[str, Any], read: int, written: int, tmp_path: Path
 ) -> None:
@@ -289,19 +287,17 @@ def build(device, fault=""):
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    table(__file__, "mistakes_are_one_line"),
-)
+@tabled("options, message")
 def test_mistakes_are_one_line(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, tmp_path: Path, shell: Shell
 ) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     options = [option.replace("FILE", str(tmp_path / "faulty.py")) for option in options]
-    assert (
-        main(["sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet"]) == 2
+    line, *rest = (
+        shell("sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet", code=2)
+        .err.strip()
+        .splitlines()
     )
-    line, *rest = capsys.readouterr().err.strip().splitlines()
     assert message in line and rest in ([], ["1 problem"])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import finished
 from titan.cli import main
 from titan.contrib.watch import server
 from titan.contrib.watch.cli import open_runs
@@ -367,7 +368,7 @@ def test_the_page_is_no_wider_than_a_telephone(run_dir: Path, tmp_path: Path) ->
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
     command += ["--allow-file-access-from-files", "--hide-scrollbars", frame.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    shown = finished(command, timeout=120, code=None).stdout
     assert "<title>390 px</title>" in shown
 
 
@@ -378,7 +379,7 @@ def test_in_a_browser(run_dir: Path) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--virtual-time-budget=5000", f"http://127.0.0.1:{server.server_port}/"]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    dom = finished(command, timeout=120, code=None).stdout
     server.shutdown()
     server.server_close()
     body = dom.partition("<body>")[2].partition("<script>")[0]
