@@ -60,7 +60,7 @@ def watch_again(folder: Path) -> Callable[[], object]:
     line = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[-1]
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(line)
-    return lambda: reader.data(generation=answer["generation"], since=answer["total"])
+    return lambda: reader.data((answer["generation"], answer["total"]))
 
 
 def plot(folder: Path) -> Callable[[], object]:

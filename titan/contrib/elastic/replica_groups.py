@@ -28,7 +28,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -438,7 +438,7 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with its source file
 
 
-def _in_buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _in_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Divide tensors into lists that are summed together."""
     buckets: list[list[Tensor]] = [[]]
     for tensor in tensors:

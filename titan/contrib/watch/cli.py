@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from titan.base.run_folder import RunFolder
@@ -18,11 +19,11 @@ from .server import LOOPBACK, Server, page
 _ALL_ROWS = 20_000  # of all runs together: many runs must not make the page slow
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run the command and return its exit code.
 
     Args:
-        argv: arguments. None: those of the process.
+        argv: arguments.
 
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
@@ -43,24 +44,21 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError(
             f"cannot listen on {host} port {arguments.port} ({error}); --port 0 takes a free one"
         ) from None
+    port = server.server_port
     # An IPv6 address needs brackets in a URL.
-    url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"
-    print(f"watching {', '.join(map(str, arguments.runs))} at {url} (Ctrl-C ends)", flush=True)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    print(f"watching {', '.join(map(str, arguments.runs))} at {url} (Ctrl-C ends)")
     # Most machines that train have no browser.
     if host in LOOPBACK:
-        port = server.server_port
         print(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {socket.gethostname()}")
     else:
         print(
             "anyone who reaches this port can read these runs; 127.0.0.1 and an ssh tunnel are safer"
         )
     sys.stdout.flush()
-    try:
+    with server, suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        print()
-    finally:
-        server.server_close()
+    print()
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -114,14 +115,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, kind: str, text: str, headers: dict[str, str]) -> None:
         body = text.encode()
+        headers |= {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",  # the next poll must reach the server
+            "X-Content-Type-Options": "nosniff",
+        }
         self.send_response(200)
         for key, value in headers.items():
             self.send_header(key, value)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        # The next poll must reach the server.
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 
@@ -131,10 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _positions(query: str) -> list[tuple[int, int]]:
     """Parse at=GENERATION.ROWS,... A malformed entry counts as a client without rows."""
-    positions = []
-    for text in parse_qs(query).get("at", [""])[0].split(","):
-        generation, _, rows = text.partition(".")
-        # int() of a very long text would take long.
-        known = generation.isdecimal() and rows.isdecimal() and len(text) < 30
-        positions.append((int(generation), int(rows)) if known else (0, 0))
-    return positions
+    texts = parse_qs(query).get("at", [""])[0].split(",")
+    # int() of a very long text would take long.
+    found = (re.fullmatch(r"(\d{1,15})\.(\d{1,15})", text) for text in texts)
+    return [(int(match[1]), int(match[2])) if match else (0, 0) for match in found]
