@@ -20,7 +20,7 @@ import io
 import pickle
 import re
 from argparse import Namespace
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -200,13 +200,10 @@ def open_folder(path: Path) -> MegatronFolder:
         )
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     metadata, index = _read_index(folder)
-    for name, tensor in index.tensors.items():
-        if problem := tensor_index.problem_of(tensor, sizes):
-            raise CheckpointError(f"{folder}: {printable(name, 200)} {problem}")
     entries = dict(_by_layer(index, metadata))
     for name, entry in entries.items():
-        if entry.is_row and not tensor_index.is_covered(entry.stored):
-            raise CheckpointError(f"{folder}: {name} is not stored as a layer of its own")
+        if problem := tensor_index.problem_of(entry.stored, sizes):
+            raise CheckpointError(f"{folder}: {printable(name, 200)} {problem}")
     others = [name for name in metadata.state_dict_metadata if name not in index.tensors]
     infos = {key.fqn: info for key, info in metadata.storage_data.items()}
     if "common.pt" in sizes:
@@ -266,15 +263,13 @@ def _by_layer(index: TensorIndex, metadata: Metadata) -> Iterator[tuple[str, Meg
         whole = flattened.get(full_name, {}).get("nd_reformulated_orig_global_shape")
         whole = tuple(whole) if whole else None
         stacked = _STACKED.fullmatch(name)
-        if stacked is None:
+        if stacked is None or not tensor.size:
             yield name, MegatronTensor(tensor, whole=whole)
             continue
-        for layer in range(tensor.size[0]):
-            chunks = [
-                chunk._replace(offsets=(0, *chunk.offsets[1:]))
-                for chunk in tensor.chunks
-                if chunk.offsets[0] == layer
-            ]
+        rows = defaultdict(list)
+        for chunk in tensor.chunks:
+            rows[chunk.offsets[:1]].append(chunk._replace(offsets=(0, *chunk.offsets[1:])))
+        for (layer,), chunks in rows.items():
             row = StoredTensor(tensor.dtype, (1, *tensor.size[1:]), chunks)
             shape = (1, *whole[1:]) if whole else None
             yield (

@@ -1,21 +1,17 @@
-"""Pictures of a sweep and a comparison, for the option --plot of their commands."""
+"""Picture of a comparison, for the option --plot of its command."""
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan.base.untrusted import InputError
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 
 from .paired import LEVEL, Curve, mean_of
-from .runs import number_in
 
 
 def require_option(options: Namespace) -> None:
@@ -34,39 +30,6 @@ def _panels(file: Path, *, rows: int = 1) -> Iterator[Any]:
     yield figure.subplots(rows, sharex=True)
     figure.savefig(file, dpi=110, format="png")
     print(f"wrote {file}")
-
-
-def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw the losses over the key that has most numbers as values, with a line for each setting of the others.
-
-    Args:
-        rows: results of the runs.
-        file: PNG file.
-
-    Raises:
-        InputError: No key has numbers, or no run is done.
-    """
-    done = [row for row in rows if row["loss"] is not None and row["state"] == "done"]
-    values: dict[str, set[float]] = {}
-    for key in done[0]["settings"] if done else ():
-        numbers = {number_in(row["settings"][key]) for row in done}
-        if all(map(math.isfinite, numbers)):
-            values[key] = numbers
-    if not values:
-        raise InputError("--plot: no key has numbers as values, or no run is done")
-    axis = max(values, key=lambda key: len(values[key]))
-    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in done:
-        others = " ".join(f"{k}={v}" for k, v in row["settings"].items() if k != axis)
-        lines[others].append((number_in(row["settings"][axis]), row["loss"]))
-    with _panels(file) as axes:
-        for others, points in sorted(lines.items()):
-            axes.plot(*zip(*sorted(points), strict=True), "o-", label=others or None)
-        if 0 < 8 * min(values[axis]) <= max(values[axis]):
-            axes.set_xscale("log")
-        axes.set(xlabel=axis, ylabel="final loss, nats per token")
-        if any(lines):
-            axes.legend()
 
 
 def draw_comparison(pairs: Sequence[Sequence[Curve]], title: str, file: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -116,11 +115,3 @@ def require_shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
             shown = ", ".join(map(repr, values[:3]))
             raise InputError(f"runs differ in {key}: {shown:.300}: their losses do not compare")
     return settings[0] if settings else {}
-
-
-def number_in(text: str) -> float:
-    """Return the number that a text is; no number (nan) if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -12,7 +12,7 @@ from titan.config.options import mistake, put_json, table_parser
 from titan.config.schema import JobConfig
 from titan.config.toml import table_beside
 
-from . import execute, picture, results, trials
+from . import execute, results, trials
 from .trials import Trial
 
 
@@ -31,7 +31,6 @@ def main(argv: list[str] | None = None) -> int:
         )
     if not (options.report or options.set) and options.seeds == 1:
         raise mistake("--set", "missing: nothing differs between the runs; or give --seeds")
-    picture.require_option(options)
     folder = options.folder.absolute()
     every = trials.read(folder) if options.report else prepare(job, options, folder)
     code = 0 if options.report else run(every, options)
@@ -41,8 +40,6 @@ def main(argv: list[str] | None = None) -> int:
     verdict = results.verdict(groups)
     if not put_json({"runs": rows, "verdict": verdict}, options.json):
         print("\n".join(["", *results.table(groups), "", verdict]))
-    if options.plot:
-        picture.draw_sweep(rows, options.plot)
     for row in rows:
         if row["state"] not in ("done", "diverged", "stopped early"):
             print(f"{row['name']}: {row['state']} {row['reason']}", file=sys.stderr)
