@@ -14,10 +14,10 @@ def add_way(ways: Any) -> None:
         "from-megatron", help="make a checkpoint of Megatron's torch_dist"
     )
     add_options(command, table_beside(__file__, "options.toml")["options"])
-    command.set_defaults(convert=convert)
+    command.set_defaults(convert=convert_checkpoint)
 
 
-def convert(**options: Any) -> list[str]:
+def convert_checkpoint(**options: Any) -> list[str]:
     """Convert a checkpoint (convert.py). Return messages."""
     from .convert import from_megatron
 

@@ -28,7 +28,8 @@ from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.identity import tokenizer_facts
 from titan.checkpoint.tensors import some
 from titan.config.load import load_config
-from titan.config.schema import CheckpointSection
+from titan.config.options import check_target, mistake
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.data import require
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
@@ -37,7 +38,7 @@ from titan.huggingface.hf_model import HFModel
 from titan.huggingface.load import HFFolder, model_keys, read_sizes, require_weights_for
 from titan.tools.answers import load_model
 
-from .job import balance, hf_config, lost, sections
+from .job import TABLES, balance, hf_config, lost, sections
 from .names import EMBEDDINGS, part_of, places
 from .reading import MegatronFolder, digest, open_folder
 
@@ -56,7 +57,7 @@ class RunArguments(dict[str, Any]):
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
+        super().__init__({TABLES["former"].get(key, key): x for key, x in values.items()})
         self.read: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
@@ -128,6 +129,8 @@ class MegatronJob:
         step: steps that are done.
         tokens: tokens that were read.
         padding: rows of the embeddings that are left out.
+        differing: settings of Megatron that the job does not have.
+        adam_steps: steps of Adam; None: the moments are left out.
     """
 
     config: dict[str, Any]
@@ -138,6 +141,8 @@ class MegatronJob:
     step: int
     tokens: int
     padding: int
+    differing: list[str]
+    adam_steps: float | None
 
 
 def from_megatron(
@@ -163,6 +168,10 @@ def from_megatron(
         CheckpointError: the checkpoint cannot be read, or titan has no such model.
     """
     check_new(output)
+    if job is not None and job.exists():
+        raise mistake("--job", f"{job} exists; name a new file")
+    if job is not None:
+        check_target("--job", job)
     folder = open_folder(source)
     opened = tokenizer_named(tokenizer) if tokenizer else None
     assets = {file.name: read_asset(file) for file in tokenizer_files(tokenizer)}
@@ -184,7 +193,7 @@ def from_megatron(
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".converting-") as temporary:
         source_of = NamedTensors(folder, plan.config)
-        state = dict(_state(source_of, model, Path(temporary), model_only=model_only))
+        state = dict(_state(source_of, model, Path(temporary), adam_steps=plan.adam_steps))
         _require_all_read(folder, model_only=model_only)
         hashes = {name: digest(tensor) for name, tensor in state.items()}
         path = Path(str(manager.save(plan.step, state, metadata=metadata)))
@@ -202,7 +211,7 @@ def from_megatron(
         *_messages(folder, arguments, plan),
         *([_proof(path, job)] if prove else []),
         f"SHA-256 of each tensor: {output / REPORT}",
-        f"continue: titan train {job}",
+        f"continue: titan train {job} --training.dataset=... (its own dataset is Python's library)",
     ]
 
 
@@ -222,20 +231,57 @@ def _plan(
         name, sizes = read_sizes(opened, mtp=True)
         require_weights_for(sizes, opened)
         known = {field.name for field in dataclasses.fields(sizes)}
-        losses = {key: x for key, x in balance(arguments).items() if key in known}
+        wanted = balance(arguments)
+        losses = {key: x for key, x in wanted.items() if key in known}
         sizes = dataclasses.replace(sizes, **losses)
-        job, step, tokens = {}, 0, 0
+        job, step, tokens, adam_steps = {}, 0, 0, None
+        differing = lost(arguments)
+        differing += [
+            key for key in wanted.keys() - known if wanted[key] and key != "mtp_coeff"
+        ]
         if not model_only:
             job = sections(arguments, folder.common["opt_param_scheduler"])
-            step = int(folder.common["iteration"])
-            tokens = arguments["consumed_train_samples"] * arguments["seq_length"]
-        return MegatronJob(config, name, sizes, losses, job, step, tokens, padded - rows)
+            JobConfig.model_validate(job)  # its values may be of any type
+            step = _whole(folder.common["iteration"])
+            samples = _whole(arguments["consumed_train_samples"])
+            tokens = samples * job["training"]["seq_len"]
+            adam_steps = _adam_steps(folder.common)
+            differing += _of_schedule(folder.common["opt_param_scheduler"], job, step)
+        return MegatronJob(
+            config, name, sizes, losses, job, step, tokens, padded - rows, differing, adam_steps
+        )
     except CheckpointError:
         raise
     # The values may be of any type.
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         why = printable(f"{type(error).__name__}: {error}", 200)
         raise CheckpointError(f"{folder.path}: arguments of the run: {why}") from error
+
+
+def _whole(value: Any) -> int:
+    """Return a number of steps or samples."""
+    if not isinstance(value, int) or not 0 <= value < 2**53:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _of_schedule(
+    schedule: dict[str, Any], job: dict[str, dict[str, Any]], step: int
+) -> list[str]:
+    """Return in what the learning rates of the next steps differ from Megatron's."""
+    found = []
+    if step < (warmup := job["lr_scheduler"]["warmup_steps"]):
+        found.append(f"warm-up to step {warmup}, a step ahead")
+    if schedule["num_steps"] != step * job["training"]["global_batch_size"]:
+        found.append(f"a schedule that is at sample {schedule['num_steps']}")
+    return found
 
 
 def _require_moments(folder: MegatronFolder) -> None:
@@ -264,25 +310,28 @@ def _values(node: Any, key: str) -> Iterator[Any]:
             yield from _values(value, key)
 
 
+def _adam_steps(common: dict[str, Any]) -> float:
+    """Return the steps of Adam, which are fewer than those of the run if some were skipped, as in float16."""
+    groups = common.get("optimizer", {})
+    found = (*_values(groups, "common_step"), *_values(groups, "step"), common["iteration"])
+    return float(found[0])
+
+
 def _state(
-    source: NamedTensors, model: HFModel, temporary: Path, *, model_only: bool
+    source: NamedTensors,
+    model: HFModel,
+    temporary: Path,
+    *,
+    adam_steps: float | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield titan's tensors by their names in a checkpoint. Each is in the memory of a file, so that it may be written out."""
     folder = source.folder
-    groups = folder.common.get("optimizer", {})
-    # Steps of Adam are fewer than those of the run if some were skipped, as in float16.
-    steps = (
-        *_values(groups, "common_step"),
-        *_values(groups, "step"),
-        folder.common.get("iteration", 0),
-    )
-    count = torch.tensor(float(steps[0]))
     for ours, shape in model.shapes.items():
         is_buffer = ours in model.buffers
         kinds = {f"model.{ours}": _WEIGHTS}
-        if not model_only and not is_buffer:
+        if adam_steps is not None and not is_buffer:
             kinds |= {f"optimizer.{ours}.{m.split('.')[2]}": (m,) for m in _MOMENTS}
-            yield f"optimizer.{ours}.step", count
+            yield f"optimizer.{ours}.step", torch.tensor(adam_steps)
         for number, (key, prefixes) in enumerate(kinds.items()):
             if ours not in model.names:  # transformers has no such tensor
                 yield key, torch.zeros(shape, dtype=model.buffers[ours])
@@ -378,5 +427,5 @@ def _messages(
         kinds = Counter(name.partition("/")[0].rpartition(".")[2] for name in folder.others)
         what = ", ".join(f"{printable(kind, 40)} ({n})" for kind, n in sorted(kinds.items()))
         yield f"not read, since they are no tensors: {what}"
-    if names := lost(arguments):
-        yield f"not as in Megatron's run: {', '.join(names)}"
+    if plan.differing:
+        yield f"not as in Megatron's run: {', '.join(plan.differing)}"

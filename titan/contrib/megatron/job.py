@@ -13,6 +13,20 @@ from titan.base.untrusted import printable
 from titan.checkpoint import CheckpointError
 from titan.config.toml import table_beside
 
+# Megatron's command line cannot change these.
+_YARN = {
+    "type": "yarn",
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+_BALANCING = {
+    "none": "",
+    "aux_loss": "global_balance_coeff",
+    "global_aux_loss": "global_balance_coeff",
+    "seq_aux_loss": "sequence_balance_coeff",
+}
+
 Arguments = Mapping[str, Any]
 TABLES = table_beside(__file__, "tables.toml")
 # Megatron has these values of Llama 3.1 in its code.
@@ -67,7 +81,7 @@ def _different(arguments: Arguments, values: Mapping[str, Any]) -> Iterator[str]
         found = arguments.get(key, value)
         # None and 0 stand for false.
         if found != value and (found or value):
-            yield f"{key} = {found}"
+            yield f"{key} = {printable(str(found), 60)}"
 
 
 def _refused(what: str) -> CheckpointError:
@@ -84,7 +98,11 @@ def _named(kind: str) -> dict[str, Any]:
 
 def _experts(arguments: Arguments, kind: str) -> dict[str, Any]:
     """Return the fields of Mixtral, or of Qwen3, whose queries and keys have norms."""
-    only = {"moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None}
+    only = {
+        "moe_router_score_function": "softmax",
+        "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None,
+    }
     # Megatron takes the softmax of the chosen logits, or chooses from the softmax of all.
     before = arguments.get("moe_router_pre_softmax")
     others = [*_different(arguments, only)]
@@ -103,8 +121,19 @@ def _experts(arguments: Arguments, kind: str) -> dict[str, Any]:
 def _deepseek(arguments: Arguments) -> dict[str, Any]:
     """Return the fields of DeepSeek-V3."""
     # transformers' norms of latents have this epsilon, whatever the other norms have.
-    only = {"moe_router_score_function": "sigmoid", "norm_epsilon": 1e-6}
-    if others := [*_different(arguments, only)]:
+    only = {"moe_router_score_function": "sigmoid", "layernorm_epsilon": 1e-6}
+    others = [*_different(arguments, only)]
+    chosen, groups = arguments["moe_router_topk"], arguments.get("moe_router_group_topk") or 1
+    # Megatron normalizes no single weight, and ranks a group by this many of its experts, transformers by two.
+    if chosen == 1 or (arguments.get("moe_router_num_groups") and chosen // groups != 2):
+        others.append(f"moe_router_topk = {chosen} with moe_router_group_topk = {groups}")
+    scale = arguments["rotary_scaling_factor"]
+    is_yarn = (arguments.get("rope_type") or "yarn") == "yarn"
+    if scale != 1 and not is_yarn and arguments["mscale_all_dim"]:
+        others.append(
+            "rope_type = rope with mscale_all_dim"
+        )  # which scales the softmax all the same
+    if others:
         raise _refused(", ".join(others))
     shared = arguments.get("moe_shared_expert_intermediate_size") or 0
     fields = {
@@ -115,11 +144,11 @@ def _deepseek(arguments: Arguments) -> dict[str, Any]:
         "first_k_dense_replace": _dense_layers(arguments),
         "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
         "n_group": arguments.get("moe_router_num_groups") or 1,
-        "topk_group": arguments.get("moe_router_group_topk") or 1,
+        "topk_group": groups,
         "num_nextn_predict_layers": arguments.get("mtp_num_layers") or 0,
     }
-    if arguments["rope_type"] == "yarn":
-        fields["rope_scaling"] = {"type": "yarn", **_filled("config_yarn", arguments)}
+    if scale != 1 and is_yarn:
+        fields["rope_scaling"] = {**_YARN, **_filled("config_yarn", arguments)}
     return fields
 
 
@@ -136,8 +165,14 @@ def _dense_layers(arguments: Arguments) -> int:
 
 
 def balance(arguments: Arguments) -> dict[str, float]:
-    """Return titan's coefficients of the losses beside the main loss."""
-    kind = arguments.get("moe_router_load_balancing_type")
+    """Return titan's coefficients of the losses beside the main loss.
+
+    Raises:
+        CheckpointError: titan has no such balance loss.
+    """
+    kind = arguments.get("moe_router_load_balancing_type", "none")
+    if kind not in [*_BALANCING]:
+        raise _refused(f"moe_router_load_balancing_type = {kind}")
     coeff = arguments.get("moe_aux_loss_coeff") or 0.0
     has_bias = arguments.get("moe_router_enable_expert_bias")
     # Megatron divides by the tokens that a module predicts, titan by all. Equal for one module.
@@ -145,10 +180,11 @@ def balance(arguments: Arguments) -> dict[str, float]:
     further = (arguments.get("mtp_loss_scaling_factor") or 0.0) * length / (length - 1)
     return {
         "load_balance_coeff": arguments["moe_router_bias_update_rate"] if has_bias else 0.0,
-        "sequence_balance_coeff": coeff if kind == "seq_aux_loss" else 0.0,
-        "global_balance_coeff": coeff if kind in ("aux_loss", "global_aux_loss") else 0.0,
+        "sequence_balance_coeff": 0.0,
+        "global_balance_coeff": 0.0,
         "router_z_loss_coeff": arguments.get("moe_z_loss_coeff") or 0.0,
         "mtp_coeff": further,
+        **({_BALANCING[kind]: coeff} if _BALANCING[kind] else {}),
     }
 
 
@@ -185,11 +221,12 @@ def sections(arguments: Arguments, schedule: Mapping[str, Any]) -> dict[str, dic
         "warmup_steps": schedule["lr_warmup_steps"] // samples,
         "total_steps": decay_steps,
         "decay_type": known[style],
-        "min_lr_factor": schedule["min_lr"] / arguments["lr"],
+        "min_lr_factor": schedule["min_lr"] / schedule["max_lr"],
     }
     return {
         "optimizer": {
             "name": "AdamW" if is_decoupled else "Adam",
+            "lr": schedule["max_lr"],
             **_filled("optimizer", arguments),
         },
         "lr_scheduler": scheduler if ratio is None else {**scheduler, "decay_ratio": ratio},

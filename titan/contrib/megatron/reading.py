@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan.base.untrusted import parse_json, printable, read_json
+from titan.base.untrusted import open_regular, parse_json, printable, read_json
 from titan.checkpoint import CheckpointError, tensor_index
 from titan.checkpoint.storage import read_file
 from titan.checkpoint.tensor_index import StoredTensor, TensorIndex
@@ -157,12 +157,17 @@ class MegatronFolder:
         try:
             reader = CheckpointReader(self.path, metadata)
             dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
-        except (dcp.CheckpointException, OSError) as error:
+            self.hashes[name] = digest(tensor)
+            if entry.whole is not None:
+                tensor = _unflattened(tensor, entry.whole)
+        # A damaged file may raise any error, and DCP's is no Exception.
+        except (dcp.CheckpointException, Exception) as error:
             why = printable(reason(error), 200)
             raise CheckpointError(f"{self.path}: {name} cannot be read: {why}") from error
-        self.hashes[name] = digest(tensor)
-        if entry.whole is not None:
-            tensor = _unflattened(tensor, entry.whole)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(
+                f"{self.path}: {name} is {entry.stored.dtype}, which is not read"
+            )
         return tensor[0] if entry.is_row else tensor
 
 
@@ -198,13 +203,20 @@ def open_folder(path: Path) -> MegatronFolder:
             f"{folder}: its format is {printable(str(backend), 40)}; titan reads torch_dist. In Megatron, load it and save it "
             "with --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
         )
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    metadata, index = _read_index(folder)
-    entries = dict(_by_layer(index, metadata))
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    metadata, entries = _read_index(folder)
     for name, entry in entries.items():
         if problem := tensor_index.problem_of(entry.stored, sizes):
             raise CheckpointError(f"{folder}: {printable(name, 200)} {problem}")
-    others = [name for name in metadata.state_dict_metadata if name not in index.tensors]
+    # Chunks that share bytes could make tensors of any size.
+    used = sum(chunk.num_bytes for entry in entries.values() for chunk in entry.stored.chunks)
+    if used > sum(sizes.values()):
+        raise CheckpointError(f"{folder}: its tensors take {used:,} bytes, more than the files")
+    others = [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if not isinstance(entry, TensorStorageMetadata)
+    ]
     infos = {key.fqn: info for key, info in metadata.storage_data.items()}
     if "common.pt" in sizes:
         common = _read_objects(folder, "common.pt", 0, sizes["common.pt"])
@@ -235,7 +247,7 @@ def _newest(path: Path) -> Path:
     return folder
 
 
-def _read_index(folder: Path) -> tuple[Metadata, TensorIndex]:
+def _read_index(folder: Path) -> tuple[Metadata, dict[str, MegatronTensor]]:
     """Return DCP's index, and its checked form of the tensors."""
     where = folder / ".metadata"
     data = read_file(where, limit=_MAX_BYTES)
@@ -248,7 +260,8 @@ def _read_index(folder: Path) -> tuple[Metadata, TensorIndex]:
         }
         # The values of a pickle may be of any type, so the index is read again as JSON is.
         text = tensor_index.render(index_of(Metadata({**tensors}), metadata.storage_data))
-        return metadata, parse_json(text, TensorIndex, name=where, values=len(text))
+        index = parse_json(text, TensorIndex, name=where, values=len(text))
+        return metadata, dict(_by_layer(index, metadata))
     # A damaged pickle may raise any error.
     except Exception as error:
         why = printable(f"{type(error).__name__}: {error}", 200)
@@ -283,7 +296,7 @@ def _read_objects(folder: Path, file: str, first: int, num_bytes: int) -> Any:
     where = folder / file
     try:
         reader = CheckpointReader(folder, Metadata({}))
-        with where.open("rb") as stream:
+        with open_regular(where) as stream:
             info = _StorageInfo(file, first, num_bytes)
             data = reader._slice_file(stream, info).read()
         part = io.BytesIO(data)

@@ -37,7 +37,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
         "num_query_groups": G,
         "group_query_attention": True,
         "kv_channels": K,
-        "norm_epsilon": 1e-5,
+        "layernorm_epsilon": 1e-5,
         "rotary_base": 10000,
         "rotary_percent": 1.0,
         "position_embedding_type": "rope",

@@ -20,6 +20,7 @@ from tests.support.runs import saved_tensors
 from titan.checkpoint import CheckpointError
 from titan.config.load import load_config
 from titan.contrib.megatron.convert import from_megatron
+from titan.contrib.megatron.job import hf_config, sections
 
 from . import folders
 from .folders import (
@@ -188,6 +189,155 @@ ARGUMENTS = {
 }
 
 
+MLA: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "layernorm_epsilon": 1e-6,
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+    "moe_ffn_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_layer_freq": [0, 1],
+    "rotary_scaling_factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "rope_type": None,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 4,
+}
+MOE = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_load_balancing_type": "none",
+}
+# Changes of the arguments, and fields of config.json.
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"model_type": "llama", "rms_norm_eps": 1e-5, "num_key_value_heads": G}),
+    ({"group_query_attention": False}, {"num_key_value_heads": H}),
+    ({"add_qkv_bias": True}, {"architectures": ["Qwen2ForCausalLM"]}),
+    ({"qk_layernorm": True}, {"model_type": "qwen3"}),
+    ({"untie_embeddings_and_output_weights": False}, {"tie_word_embeddings": True}),
+    (
+        {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+    ),
+    (MOE, {"model_type": "mixtral", "intermediate_size": 16, "num_local_experts": 4}),
+    ({**MOE, "qk_layernorm": True}, {"model_type": "qwen3_moe", "norm_topk_prob": True}),
+    (
+        {**MOE, "qk_layernorm": True, "moe_router_pre_softmax": True},
+        {"norm_topk_prob": False},
+    ),
+    (
+        MLA,
+        {
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+    ({**MLA, "rotary_scaling_factor": 1.0}, {"rope_scaling": None}),
+]
+
+
+@pytest.mark.parametrize(("changes", "fields"), FIELDS)
+def test_config_json_has_what_the_arguments_say(
+    changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    found = hf_config(vars(arguments(**changes)), vocab_size=64)
+    assert {key: found[key] for key in fields} == fields
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({**MOE, "moe_router_num_groups": 2}, "moe_router_num_groups = 2"),
+    ({**MOE, "moe_router_pre_softmax": True}, "moe_router_pre_softmax"),
+    ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+    ({**MOE, "moe_layer_freq": [0, 1]}, "moe_layer_freq"),
+    ({**MLA, "moe_layer_freq": [1, 0]}, "moe_layer_freq"),
+    ({**MLA, "rope_type": "rope"}, "rope_type = rope with mscale_all_dim"),
+    ({**MLA, "moe_router_topk": 2}, "moe_router_topk = 2 with moe_router_group_topk = 2"),
+    ({**MLA, "moe_router_num_groups": None, "moe_router_topk": 1}, "moe_router_topk = 1"),
+    ({**MLA, "layernorm_epsilon": 1e-5}, "layernorm_epsilon"),
+    ({"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size"),
+    ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), OTHERS)
+def test_models_that_titan_has_not_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        hf_config(vars(arguments(**changes)), vocab_size=64)
+
+
+# Changes of the arguments, of the schedule, and keys of the job.
+JOBS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {"lr_decay_style": "constant"}, {"decay_ratio": 0.0, "decay_type": "linear"}),
+    ({}, {"max_lr": 2e-3}, {"lr": 2e-3, "min_lr_factor": 0.05, "name": "AdamW"}),
+    ({"decoupled_weight_decay": False}, {}, {"name": "Adam", "beta2": 0.95, "eps": 1e-8}),
+    ({"bf16": True}, {}, {"mixed_precision_param": "auto"}),
+    (
+        {
+            "lr_wsd_decay_samples": 20,
+            "lr_wsd_decay_style": "cosine",
+        },
+        {"lr_decay_style": "WSD"},
+        {"decay_ratio": 0.5, "decay_type": "cosine"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "of_schedule", "keys"), JOBS)
+def test_the_job_has_the_keys(
+    changes: dict[str, Any], of_schedule: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    found = sections(vars(arguments(**changes)), schedule(**of_schedule))
+    flat = {key: value for section in found.values() for key, value in section.items()}
+    assert {key: flat[key] for key in keys} == pytest.approx(keys)
+
+
+def test_older_names_and_skipped_steps(tmp_path: Path) -> None:
+    args = arguments(norm_epsilon=1e-6)
+    del args.layernorm_epsilon
+    optimizer = {"state": {"common_step": torch.tensor(2)}, "param_groups": [{"step": 3}]}
+    state = {"optimizer": optimizer, "opt_param_scheduler": schedule(num_steps=8)}
+    write(tmp_path / "run", args=args, common=state)
+    messages = from_megatron(tmp_path / "run", tmp_path / "out")
+    assert any("a schedule that is at sample 8" in message for message in messages)
+    config = load_config(tmp_path / "out" / "config.toml")
+    assert config.model.sizes.norm_eps == 1e-6
+    assert config.checkpoint.exclude_from_loading == ["dataloader"]
+    found = saved_tensors(tmp_path / "out" / "checkpoint" / "step-3")
+    assert found["optimizer.norm.weight.step"].item() == 2
+    titan_json = json.loads(
+        (tmp_path / "out" / "checkpoint" / "step-3" / "titan.json").read_text()
+    )
+    assert titan_json["tokens"] == 12 * 32
+
+
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_are_refused_by_name(tmp_path: Path, name: str) -> None:
     value, words = ARGUMENTS[name]
@@ -236,6 +386,11 @@ def move(metadata: Any, **changes: Any) -> None:
     vars(info).update(changes)
 
 
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no index": (lambda f: (f / ".metadata").unlink(), "no checkpoint of Megatron"),
     "half an index": (lambda f: cut_in_half(f / ".metadata"), ".metadata: damaged"),
@@ -262,6 +417,40 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
             f, lambda m: m.state_dict_metadata["output_layer.weight"].chunks.clear()
         ),
         "is not covered once by its chunks",
+    ),
+    "a pipe": (lambda f: pipe(f / "common.pt"), "common.pt: missing"),
+    "steps of Adam that are no number": (
+        lambda f: write(f.parent, common={"optimizer": {"step": "x"}}),
+        "arguments of the run: ValueError",
+    ),
+    "a step that is no count": (
+        lambda f: write(f.parent, common={"iteration": -5}),
+        "-5 is no count",
+    ),
+    "a rate that is none": (
+        lambda f: write(f.parent, args=arguments(clip_grad=None)),
+        "arguments of the run: ValidationError",
+    ),
+    "shapes of flattened shards that do not fit": (
+        lambda f: changed_index(
+            f,
+            lambda m: vars(m).update(
+                mcore_data={
+                    "output_layer.weight": {"nd_reformulated_orig_global_shape": (7, 3)}
+                }
+            ),
+        ),
+        "output_layer.weight cannot be read",
+    ),
+    "a weight that is no number": (
+        lambda f: write(
+            f.parent,
+            with_moments(
+                weights()
+                | {"decoder.final_layernorm.weight": torch.full((folders.D,), torch.nan)}
+            ),
+        ),
+        "model.norm.weight is not finite",
     ),
     "bytes that are no tensor": (
         lambda f: (f / "__0_0.distcp").write_bytes(b"x" * (f / "__0_0.distcp").stat().st_size),
