@@ -27,18 +27,7 @@ def titan(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProces
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-rank run of the shipped debug job, stopped by SIGTERM to `titan train`, then continued to its end."""
     folder = tmp_path_factory.mktemp("run")
-    command = [
-        "train",
-        "train_configs/debug_model.toml",
-        "--nproc",
-        "2",
-        f"--job.dump_folder={folder}",
-        "--training.steps=60",
-        "--metrics.log_freq=1",
-        "--model.overrides.n_layers=2",
-        "--checkpoint.interval=1000",
-        "--training.seq_len=64",
-    ]
+    command = f"train train_configs/debug_model.toml --nproc 2 --job.dump_folder={folder} --training.steps=60 --metrics.log_freq=1 --model.overrides.n_layers=2 --checkpoint.interval=1000 --training.seq_len=64".split()
     process = subprocess.Popen([*TITAN, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     metrics = folder / "metrics.jsonl"

@@ -86,7 +86,7 @@ def test_there_and_back(name: str, sources, tmp_path: Path) -> None:
     stored = tensors_of(source)
     assert any(".experts." in key for key in stored)
     assert convert.main(["from-hf", str(source), str(there)]) == 0
-    assert convert.main(["to-hf", str(there), str(back), "--max-shard-size", "100KB"]) == 0
+    assert convert.main(f"to-hf {there} {back} --max-shard-size 100KB".split()) == 0
     assert_same(tensors_of(back), stored)
     expected = logits(source)
     assert torch.equal(logits(back), expected)
@@ -236,7 +236,7 @@ def test_released_fp8_weights_and_their_extra_layer(
 
     assert convert.main(["from-hf", str(source), str(tmp_path / "there")]) == 0
     assert "left out model.layers.2.*" in capsys.readouterr().out
-    out = ["to-hf", str(tmp_path / "there"), str(tmp_path / "back"), "--dtype", "bfloat16"]
+    out = f"to-hf {tmp_path}/there {tmp_path}/back --dtype bfloat16".split()
     assert convert.main(out) == 0
     back, whole = tensors_of(tmp_path / "back"), tensors_of(source)
     assert back.keys() == {k for k in whole if "layers.2" not in k and "scale_inv" not in k}

@@ -186,8 +186,8 @@ def book(tmp_path: Path) -> Path:
 
 
 def prepare(book: Path, output: Path, *options: str) -> int:
-    fixed = ["--tokenizer", "bytes", "--shard-tokens", str(2 * PIECE_CHARS), "--workers", "1"]
-    return main(["--input", str(book), "--output", str(output), *fixed, *options])
+    fixed = f"--tokenizer bytes --shard-tokens {2 * PIECE_CHARS} --workers 1".split()
+    return main([*f"--input {book} --output {output}".split(), *fixed, *options])
 
 
 def test_a_long_document_is_one_document_over_several_shards(

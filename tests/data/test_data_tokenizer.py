@@ -43,15 +43,9 @@ def write_rank_file(path: Path, *, count: int = 128_000) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bpe")
     (folder / "text.txt").write_text("the thing in the other, there and then; " * 50 + TRICKY)
-    arguments = [
-        "train",
-        "--input",
-        str(folder / "text.txt"),
-        "--vocab-size",
-        "300",
-        "--output",
-        str(folder / "out"),
-    ]
+    arguments = (
+        f"train --input {folder}/text.txt --vocab-size 300 --output {folder}/out".split()
+    )
     assert main(arguments) == 0
     return folder / "out"
 

@@ -142,7 +142,7 @@ def test_a_resumed_run_keeps_its_layout(
     assert load_from_argv(started[-1]).optimizer.lr != 0.5
     file.unlink()
     file.mkdir()
-    assert cli.main(["train", str(job), "--nproc", "2"]) == 2
+    assert cli.main(f"train {job} --nproc 2".split()) == 2
     assert "is a folder: remove it" in capsys.readouterr().err
 
 

@@ -368,7 +368,7 @@ def test_a_difference_is_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path := tmp_path / "tiny.toml").write_text(TINY)
-    options = [str(path), "--layouts", "fsdp", "--output", str(tmp_path)]
+    options = f"{path} --layouts fsdp --output {tmp_path}".split()
     monkeypatch.setattr(steps, "train_job", planted.doubled_gradient)
     assert command.main(options) == 1
     assert "differs (layers.1.feed_forward.w2" in capsys.readouterr().out

@@ -71,7 +71,7 @@ def scored(argv: list[str]) -> dict[str, float]:
 
 def test_a_step_and_a_folder_score_as_the_run_did(pool: Pool, trained: Path) -> None:
     tasks = ["--tasks", ",".join(shipped())]
-    hf = [str(trained / "hf"), "--training.seq_len=128"]
+    hf = f"{trained}/hf --training.seq_len=128".split()
     for ranks, argv in (
         (1, [str(trained), *tasks]),
         (2, [*hf, *tasks, "--parallelism.tensor_parallel_degree=2"]),

@@ -25,7 +25,7 @@ def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
     steps = [run / "checkpoint" / f"step-{number}" for number in (1, 2, 3)]
     held = [saved_tensors(step) for step in steps]
     for name, arguments, weights in (
-        ("equal", [str(run), "--last", "3"], (1, 1, 1)),
+        ("equal", f"{run} --last 3".split(), (1, 1, 1)),
         ("weighted", [*map(str, steps), "--weights", "1,2,5"], (1, 2, 5)),
     ):
         out = tmp_path / name

@@ -266,7 +266,7 @@ def test_generate_draws_what_the_run_drew(tmp_path: Path, shell: Shell) -> None:
     trainer = Trainer(config)
     assert trainer.run() == 0
     trainer.close()
-    run = ["--checkpoint", str(tmp_path / "run"), "--average", "--device", "cpu"]
+    run = f"--checkpoint {tmp_path}/run --average --device cpu".split()
     assert generate([*run, "--output", str(tmp_path / "all.png")]) == 0
     drawn = (tmp_path / "run/samples/step-2.png").read_bytes()
     assert (tmp_path / "all.png").read_bytes() == drawn

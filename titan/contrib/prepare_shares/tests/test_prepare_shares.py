@@ -28,7 +28,7 @@ OPTIONS += ["--workers", "1"]
 
 
 def prepare(output: Path, corpus: Path, *options: str) -> int:
-    return main(["--input", str(corpus), "--output", str(output), *OPTIONS, *options])
+    return main([*f"--input {corpus} --output {output}".split(), *OPTIONS, *options])
 
 
 def share(output: Path, corpus: Path, number: int, of: int, *options: str) -> int:
@@ -106,7 +106,7 @@ def test_conversations(tmp_path: Path) -> None:
         rows = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": text}] for n, text in enumerate(make_texts(99, seed=number))]  # fmt: skip
         lines = [json.dumps({"messages": row, "tools": [], "id": 1}) + "\n" for row in rows]
         (corpus / f"{number}.jsonl").write_text("".join(lines))
-    chat = ["--messages-key", "messages", "--chat-template", str(template)]
+    chat = f"--messages-key messages --chat-template {template}".split()
     assert prepare(tmp_path / "one", corpus, *chat) == 0
     for number in (1, 2):
         assert share(tmp_path / "two", corpus, number, 2, *chat) == 0
@@ -150,7 +150,7 @@ def test_a_killed_share_starts_again(tmp_path: Path) -> None:
     folder = tmp_path / "shares"
     assert share(folder, corpus, 2, 2, *large) == 0
     kept = (folder / "parts/2/done.json").stat().st_mtime_ns
-    words = ["--input", str(corpus), "--output", str(folder), *OPTIONS, *large]
+    words = [*f"--input {corpus} --output {folder}".split(), *OPTIONS, *large]
     words += ["--share", "1", "2"]
     # Slowly, so that it is under way when it is killed.
     code = (

@@ -73,7 +73,7 @@ def test_runs_with_a_run_that_diverges(job: Path, tmp_path: Path, shell: Shell) 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on(job: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    words = [sys.executable, "-m", "titan.cli", "sweep", str(job), f"--folder={folder}"]
+    words = [sys.executable, *f"-m titan.cli sweep {job} --folder={folder}".split()]
     words += ["--set=optimizer.lr=1e-3,2e-3,3e-3", "--training.steps=60"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     first, second = folder / "lr=1e-3", folder / "lr=2e-3"
@@ -276,7 +276,7 @@ def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
     folder = tmp_path / "sweep"
-    words = [sys.executable, "-m", "titan.cli", "sweep", str(job), f"--folder={folder}"]
+    words = [sys.executable, *f"-m titan.cli sweep {job} --folder={folder}".split()]
     words += [
         "--training.steps=600",
         "--set=optimizer.lr=1e-3,3e-3",
