@@ -130,7 +130,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, shell: Shell) -> 
     os.mkfifo(tmp_path / "pipe.txt")
     for path in (tmp_path, tmp_path / "pipe.txt", "/dev/zero"):
         arguments = f"--input {path} --tokenizer bytes --output {tmp_path}/o"
-        assert shell(f"prepare {arguments}", code=2).err.count("\n") == 1
+        assert shell.refuse(f"prepare {arguments}").count("\n") == 1
 
 
 # ---- long documents

@@ -90,9 +90,8 @@ def test_the_average_scores_as_its_export_does(
     for figures in pool.run(2, scored, [str(trained), *tasks, "--average"]):
         assert figures == pytest.approx(expected, rel=1e-6)
         assert figures != pytest.approx(in_loop(trained), rel=1e-5)
-    assert (
-        "hf: holds no average of the weights; the job needs average.enable"
-        in shell(f"evaluate {tmp_path}/hf", *tasks, "--average", code=2).err
+    assert "hf: holds no average of the weights; the job needs average.enable" in shell.refuse(
+        f"evaluate {tmp_path}/hf", *tasks, "--average"
     )
 
 

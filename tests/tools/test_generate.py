@@ -139,9 +139,8 @@ def test_a_file_of_prompts_is_answered_in_its_order(
     ]
     assert [line["prompt"] for line in lines] == ["Say", "sun"]
     file.write_text('{"messages": [{"content": "a"}]}\n')
-    assert (
-        f"{file}:1: message 1 has no role"
-        in shell(f"generate --checkpoint {run} --prompts {file}", code=2).err
+    assert f"{file}:1: message 1 has no role" in shell.refuse(
+        f"generate --checkpoint {run} --prompts {file}"
     )
 
 
@@ -175,7 +174,7 @@ def test_no_memory_is_taken_for_what_a_stranger_claims(
     monkeypatch.setattr(answers, "materialize", lambda *_, **__: pytest.fail("took memory"))
     monkeypatch.setattr(train_step, "materialize", answers.materialize)
     for command in (["generate", "--prompt=a"], ["evaluate", "--tasks=stdlib_choice"]):
-        assert "layers.2" in shell(f"{command[0]} {where}", *command[1:], code=2).err
+        assert "layers.2" in shell.refuse(f"{command[0]} {where}", *command[1:])
 
 
 @pytest.mark.slow  # two processes that import torch
@@ -191,7 +190,7 @@ def test_processes_share_the_model(run: Path, capfd: pytest.CaptureFixture[str])
 def test_without_a_template_it_says_what_to_set(run: Path, shell: Shell) -> None:
     folder = run.parent / "tokenizer"
     argv = f"--checkpoint {run} --tokenizer {folder} --interactive"
-    error = shell(f"generate {argv}", code=2).err
+    error = shell.refuse(f"generate {argv}")
     assert f"tokenizer {folder / 'tokenizer.json'} has no chat template" in error
 
 

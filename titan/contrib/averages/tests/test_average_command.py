@@ -52,5 +52,5 @@ def test_mistakes_are_one_line(
     arguments: list[str],
     message: str,
 ) -> None:
-    error = shell(f"average {run} --output={tmp_path}/out", *arguments, code=2).err
+    error = shell.refuse(f"average {run} --output={tmp_path}/out", *arguments)
     assert message in error and error.count("\n") == 1

@@ -477,9 +477,9 @@ def test_groups_that_would_share_gpus_are_refused(
     message: str,
 ) -> None:
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
-    [line] = shell(
-        f"train {ROOT / JOB[0]} --checkpoint.enable=true --elastic", *options, code=2
-    ).err.splitlines()
+    [line] = shell.refuse(
+        f"train {ROOT / JOB[0]} --checkpoint.enable=true --elastic", *options
+    ).splitlines()
     assert line.startswith("command line: ") and message in line
 
 

@@ -141,7 +141,7 @@ def test_mistakes_are_lines(
     words: list[str],
     expected: str,
 ) -> None:
-    said = shell(f"sweep {job} --folder={tmp_path / 's'}", *words, code=2).err
+    said = shell.refuse(f"sweep {job} --folder={tmp_path / 's'}", *words)
     assert expected in said and len(said.splitlines()) == 1 + said.endswith("1 problem\n")
     assert not (tmp_path / "s").exists()
 
@@ -157,9 +157,8 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
     words = f"sweep {job} --folder={tmp_path / 's'}"
     assert "lr=2e-3: waiting" in shell(f"{words} --set=optimizer.lr=1e-3,2e-3", code=1).err
     kept = (tmp_path / "s/sweep.json").read_text()
-    assert (
-        "is the folder of a sweep with lr=1e-3: use another --folder"
-        in shell(f"{words} --set=optimizer.lr=2e-3,3e-3", code=2).err
+    assert "is the folder of a sweep with lr=1e-3: use another --folder" in shell.refuse(
+        f"{words} --set=optimizer.lr=2e-3,3e-3"
     )
     assert (tmp_path / "s/sweep.json").read_text() == kept
     shell(f"{words} --set=optimizer.lr=2e-3,3e-3,1e-3", code=1)
@@ -169,7 +168,7 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
         "lr=3e-3",
     ]
     (tmp_path / "file").touch()
-    assert "file: " in shell(f"sweep {job} --seeds=2 --folder={tmp_path / 'file'}", code=2).err
+    assert "file: " in shell.refuse(f"sweep {job} --seeds=2 --folder={tmp_path / 'file'}")
 
 
 def test_a_run_that_fails_names_its_log(

@@ -294,8 +294,8 @@ def test_mistakes_are_one_line(
     (tmp_path / "faulty.py").write_text(FAULTY)
     options = [option.replace("FILE", str(tmp_path / "faulty.py")) for option in options]
     line, *rest = (
-        shell("sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet", code=2)
-        .err.strip()
+        shell.refuse("sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet")
+        .strip()
         .splitlines()
     )
     assert message in line and rest in ([], ["1 problem"])
