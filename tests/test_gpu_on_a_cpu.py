@@ -15,15 +15,9 @@ from tests.support.swapped_device import copy_tests
 def run_swapped(folder: Path, *options: str) -> tuple[str, dict[str, int]]:
     """Return what pytest says, and how many tests passed, failed and were skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.support.swapped_device", "-c", str(ROOT / "pyproject.toml")]
+    command += f"-p tests.support.swapped_device -c {ROOT}/pyproject.toml".split()
     command += [
-        "--show-capture=no",
-        "--tb=short",
-        "-p",
-        "tests.support.not_run",
-        "--rootdir",
-        str(folder),
-        str(folder),
+        *f"--show-capture=no --tb=short -p tests.support.not_run --rootdir {folder} {folder}".split(),
         *options,
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

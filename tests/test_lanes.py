@@ -59,7 +59,7 @@ RED = "import os\ndef test_a(): os._exit(3)\ndef test_b(): assert 0\ndef test_c(
 
 def test_a_test_whose_process_dies_is_red_and_the_others_run(tmp_path: Path) -> None:
     (tmp_path / "test_red.py").write_text(RED)
-    plugins = ["-p", "tests.support.costs", "-p", "tests.support.forks", "-c", os.devnull]
+    plugins = f"-p tests.support.costs -p tests.support.forks -c {os.devnull}".split()
     command = [sys.executable, "-m", "pytest", "--forks=2", *plugins, tmp_path]
     said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
     assert "the process of this test ended with 3" in said and "2 failed, 1 passed" in said

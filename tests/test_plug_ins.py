@@ -119,7 +119,7 @@ def test_order_of_hooks(folder: Path) -> None:
     """A hook may be the first one, and a run may need none."""
     install(folder, "my-dog", hooks={"shy": "my_dog:shy", "eager": "my_dog:eager"})
     program = "import sys; from titan.run.standard_hooks import standard_hooks; from titan.run.trainer import Trainer; from titan.config.load import load_config; job = load_config(sys.argv[1], overrides=['job.dump_folder=' + sys.argv[2]]); trainer = Trainer(job, hooks=standard_hooks); print([type(hook).__name__ for hook in trainer.hooks]); trainer.close()"
-    command = [sys.executable, "-c", program, str(ROOT / DEBUG), str(folder / "run")]
+    command = [sys.executable, "-c", program, *f"{ROOT / DEBUG} {folder}/run".split()]
     result = finished(command)
     names = result.stdout.splitlines()[-1]
     assert names.startswith("['Eager', 'StepLimit'") and names.endswith(

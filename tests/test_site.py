@@ -17,7 +17,7 @@ pytest.importorskip("mkdocs", reason="pip install 'titan-pretrain[docs]'")
 
 
 def build(folder: Path, **variables: str) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    command = [sys.executable, *f"-m mkdocs build --strict --site-dir {folder}".split()]
     finished(
         [*command, "--config-file", "scripts/site/mkdocs.yml"],
         cwd=ROOT,

@@ -52,7 +52,7 @@ def test_a_name_that_torch_does_not_know_ends_the_command_in_one_line(
     options: list[str], line: str, tmp_path: Path
 ) -> None:
     job_file = Path(__file__).parents[1] / "train_configs" / "demo.toml"
-    command = [sys.executable, "-m", "titan.cli", "train", str(job_file), *options]
+    command = [sys.executable, *f"-m titan.cli train {job_file}".split(), *options]
     folder = f"--job.dump_folder={tmp_path}"
     done = finished([*command, folder], code=2)
     assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr

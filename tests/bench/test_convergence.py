@@ -31,9 +31,7 @@ def test_figures_come_before_the_picture(
     monkeypatch.setitem(names, "contestant", lambda _, name: LOSSES[name])
     monkeypatch.setitem(names, "draw", draw)
     monkeypatch.setitem(names, "find_spec", lambda _: installed or None)
-    monkeypatch.setattr(
-        sys, "argv", ["convergence.py", "--steps", "3", "--folder", str(tmp_path)]
-    )
+    monkeypatch.setattr(sys, "argv", f"convergence.py --steps 3 --folder {tmp_path}".split())
     names["main"]()
     after = capsys.readouterr()
     table = printed[0] if installed else after.out

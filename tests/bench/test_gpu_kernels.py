@@ -118,7 +118,7 @@ def test_the_whole_script(
 ) -> None:
     out = tmp_path / "kernels.json"
     monkeypatch.setattr(
-        sys, "argv", ["gpu_kernels.py", "--tiny", "--json", str(out), "--limit-s", "500"]
+        sys, "argv", f"gpu_kernels.py --tiny --json {out} --limit-s 500".split()
     )
     script.main()
     written = json.loads(out.read_text())

@@ -35,7 +35,7 @@ def arguments(*more: str) -> argparse.Namespace:
 
 
 def runs(path: Path, contestants: str, *more: str) -> list[dict[str, Any]]:
-    options = ["--against", contestants, "--variants", "eager", "--json", str(path)]
+    options = ["--against", contestants, *f"--variants eager --json {path}".split()]
     STEPS["main"]([*TINY, *options, *more])
     return json.loads(path.read_text())["runs"]
 
@@ -43,7 +43,7 @@ def runs(path: Path, contestants: str, *more: str) -> list[dict[str, Any]]:
 def test_titan_and_the_bare_loop_train_and_are_not_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, keep = tmp_path / "out.json", ["--steps", "2", "--keep", str(tmp_path / "runs")]
+    out, keep = tmp_path / "out.json", f"--steps 2 --keep {tmp_path}/runs".split()
     first = runs(out, "titan,bare", *keep)
     assert [run["contestant"] for run in first] == ["titan", "bare"]
     for run in first:
@@ -94,12 +94,12 @@ def test_before_is_the_titan_of_another_folder(
     (run,) = runs(tmp_path / "fails.json", "before", "--steps", "2", "--retry")
     assert "error" not in run
     monkeypatch.delenv("BEFORE")
-    assert not STEPS["main"]([*TINY, "--against", "before", "--json", str(tmp_path / "o")])
+    assert not STEPS["main"]([*TINY, *f"--against before --json {tmp_path}/o".split()])
     assert "before is left out: BEFORE names no folder" in capsys.readouterr().out
 
 
 def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    STEPS["main"]([*TINY, "--against", "bare", "--json", str(tmp_path / "o"), "--limit-s", "1"])
+    STEPS["main"]([*TINY, *f"--against bare --json {tmp_path}/o --limit-s 1".split()])
     assert "no time left" in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
 from tests.support.tables import tabled
-from tests.support.trainers import PoolTrainer
+from tests.support.trainers import PoolTrainer, run_to_end
 from titan.checkpoint.manager import (
     CheckpointManager,
     SaveFailed,
@@ -46,9 +46,7 @@ def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> N
             "checkpoint": {"interval": 1, "async_mode": mode, "keep_latest_k": 0},
         }
     )
-    trainer = PoolTrainer(config)
-    assert trainer.run() == 0
-    trainer.close()
+    run_to_end(PoolTrainer(config))
 
 
 def numbers(folder: Path) -> list[tuple[float, ...]]:

@@ -32,7 +32,7 @@ from tests.support.ranks import Pool, RankFailed
 from tests.support.runs import logged_rows
 from tests.support.steps import build_step
 from tests.support.tables import tabled
-from tests.support.trainers import PoolTrainer
+from tests.support.trainers import PoolTrainer, run_to_end
 from titan.checkpoint import SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -268,9 +268,7 @@ def test_a_folder_saved_in_both_forms_is_read_as_transformers_reads_it(
 
 def train(config: JobConfig) -> None:
     check_to_run(config, world_size=dist.get_world_size())
-    trainer = PoolTrainer(config)
-    assert trainer.run() == 0
-    trainer.close()
+    run_to_end(PoolTrainer(config))
 
 
 def losses(run: Path) -> list[float]:
@@ -561,7 +559,7 @@ def test_refused_in_a_line_that_names_it(
         (folder / file.name).write_bytes(file.read_bytes())
     change, told = REFUSED[case]
     change(folder)
-    error = shell(f"convert from-hf {folder} {tmp_path}/out", code=2).err
+    error = shell.refuse(f"convert from-hf {folder} {tmp_path}/out")
     assert error.startswith(f"{folder}")
     assert told in error
     assert not (tmp_path / "out").exists()
@@ -574,7 +572,7 @@ def test_a_step_of_another_model(sources, tmp_path: Path, shell: Shell) -> None:
     config = there / "config.toml"
     assert "[tokenizer]" not in config.read_text(), "the folder has none"
     config.write_text(config.read_text().replace("n_layers = 2", "n_layers = 3"))
-    assert "step-0 lacks model." in shell(f"convert to-hf {there} {tmp_path}/out", code=2).err
+    assert "step-0 lacks model." in shell.refuse(f"convert to-hf {there} {tmp_path}/out")
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
 
@@ -582,12 +580,9 @@ def test_nothing_is_overwritten(sources, tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     source = str(sources["llama3", False])
-    assert (
-        "out is there already" in shell(f"convert from-hf {source} {tmp_path}/out", code=2).err
-    )
-    assert (
-        "there is no such folder"
-        in shell(f"convert from-hf {source}-no {tmp_path}/new", code=2).err
+    assert "out is there already" in shell.refuse(f"convert from-hf {source} {tmp_path}/out")
+    assert "there is no such folder" in shell.refuse(
+        f"convert from-hf {source}-no {tmp_path}/new"
     )
 
 

@@ -45,7 +45,7 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
         assert torch.equal(last["shared_head.head.weight"], stored["lm_head.weight"])
         assert "mlp.gate.e_score_correction_bias" in last
     # With the modules, and without.
-    assert convert.main(["from-hf", str(source), str(there), "--mtp"]) == 0
+    assert convert.main(f"from-hf {source} {there} --mtp".split()) == 0
     assert "num_mtp_modules = 2" in (there / "config.toml").read_text()
     assert convert.main(["to-hf", str(there), str(back)]) == 0
     assert_same(tensors_of(back), stored)

@@ -596,9 +596,8 @@ def test_a_moved_run_is_used_from_another_folder(
     ):
         shell(f"convert to-hf moved {out}", *options)
         assert (elsewhere / out / "tokenizer.json").read_bytes() == expected.read_bytes()
-    assert (
-        "the tokenizer has 258 tokens, but llama3 tiny has"
-        in shell("generate --checkpoint moved --tokenizer bytes", code=2).err
+    assert "the tokenizer has 258 tokens, but llama3 tiny has" in shell.refuse(
+        "generate --checkpoint moved --tokenizer bytes"
     )
     # Without a copy, as of a run of an older titan, the message names the option.
     copy.unlink()
@@ -608,7 +607,7 @@ def test_a_moved_run_is_used_from_another_folder(
         ["generate", "--checkpoint", "moved"],
         ["convert", "to-hf", "moved", "none"],
     ):
-        assert "--tokenizer PATH gives the permission" in shell("", *command, code=2).err
+        assert "--tokenizer PATH gives the permission" in shell.refuse("", *command)
 
 
 def test_generate_finds_the_checkpoints_of_a_run(tmp_path: Path, shell: Shell) -> None:
@@ -618,7 +617,7 @@ def test_generate_finds_the_checkpoints_of_a_run(tmp_path: Path, shell: Shell) -
         argv = f"--checkpoint {where} --prompt a --max-new-tokens 2"
         assert f"{step}, temperature" in shell(f"generate {argv}").err
     for where in (tmp_path / "logs", tmp_path / "elsewhere" / "step-7", tmp_path / "no"):
-        assert shell(f"generate --checkpoint {where}", code=2).err.startswith(
+        assert shell.refuse(f"generate --checkpoint {where}").startswith(
             f"{where} holds no checkpoint; name a run"
         )
 

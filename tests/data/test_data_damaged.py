@@ -130,7 +130,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, shell: Shell) -> 
     os.mkfifo(tmp_path / "pipe.txt")
     for path in (tmp_path, tmp_path / "pipe.txt", "/dev/zero"):
         arguments = f"--input {path} --tokenizer bytes --output {tmp_path}/o"
-        assert shell(f"prepare {arguments}", code=2).err.count("\n") == 1
+        assert shell.refuse(f"prepare {arguments}").count("\n") == 1
 
 
 # ---- long documents
@@ -186,8 +186,8 @@ def book(tmp_path: Path) -> Path:
 
 
 def prepare(book: Path, output: Path, *options: str) -> int:
-    fixed = ["--tokenizer", "bytes", "--shard-tokens", str(2 * PIECE_CHARS), "--workers", "1"]
-    return main(["--input", str(book), "--output", str(output), *fixed, *options])
+    fixed = f"--tokenizer bytes --shard-tokens {2 * PIECE_CHARS} --workers 1".split()
+    return main([*f"--input {book} --output {output}".split(), *fixed, *options])
 
 
 def test_a_long_document_is_one_document_over_several_shards(

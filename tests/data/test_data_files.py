@@ -81,7 +81,7 @@ def packed(content: bytes, name: str) -> bytes:
 def test_zstandard_of_a_long_window_says_how_to_pack_it_again(tmp_path: Path) -> None:
     file = tmp_path / "a.txt.zst"
     # From a pipe, of which zstd does not know the length.
-    command = ["zstd", "-q", "--long=31", "-1", "-o", str(file)]
+    command = f"zstd -q --long=31 -1 -o {file}".split()
     subprocess.run(command, input=b"a few words\n" * 9, check=True)
     with pytest.raises(InputError, match=re.escape(f"zstd -d --long=31 {file}")):
         read(s.TextSource(path=str(file)))

@@ -33,9 +33,7 @@ SCRIPT = Path(__file__).parents[2] / "examples/cluster/prepare.sbatch"
 
 def prepare(output: Path, corpus: Path, *options: str) -> int:
     fixed = ["--tokenizer", "bytes", "--shard-tokens", "5000", "--validation-fraction", "0.1"]
-    return main(
-        ["--input", str(corpus), "--output", str(output), "--workers", "1", *fixed, *options]
-    )
+    return main([*f"--input {corpus} --output {output} --workers 1".split(), *fixed, *options])
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -210,10 +208,10 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path, kin
         corpus.mkdir()
         lines = (json.dumps({"text": text}) + "\n" for text in texts)
         (corpus / "big.jsonl").write_text("".join(lines))
-    options = ["--input", str(corpus), "--tokenizer", "bytes", "--shard-tokens", "100000"]
+    options = f"--input {corpus} --tokenizer bytes --shard-tokens 100000".split()
     code = "import sys; from titan.cli import main; sys.exit(main(['prepare', *sys.argv[1:]]))"
     folder = tmp_path / "killed"
-    command = [sys.executable, "-c", code, *options, "--output", str(folder), "--workers", "2"]
+    command = [sys.executable, "-c", code, *options, *f"--output {folder} --workers 2".split()]
     kills = 0
     for shards_wanted in (1, 8):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
@@ -226,8 +224,8 @@ def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path, kin
         # It ends only when the workers, which hold the pipe, have ended too.
         process.communicate(timeout=30)
     assert kills >= 1
-    assert main([*options, "--output", str(folder), "--workers", "1"]) == 0
-    assert main([*options, "--output", str(tmp_path / "whole"), "--workers", "1"]) == 0
+    assert main([*options, *f"--output {folder} --workers 1".split()]) == 0
+    assert main([*options, *f"--output {tmp_path}/whole --workers 1".split()]) == 0
     assert content(folder) == content(tmp_path / "whole")
 
 

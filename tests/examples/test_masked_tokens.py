@@ -123,19 +123,10 @@ def test_options_are_checked(installed: Path) -> None:
 def run(command: str, *settings: str, ranks: int = 1, cwd: Path) -> str:
     words = [
         sys.executable,
-        "-m",
-        "titan.cli",
-        command,
-        str(ROOT / "train_configs/debug_model.toml"),
+        *f"-m titan.cli {command} {ROOT}/train_configs/debug_model.toml".split(),
     ]
     if ranks > 1:
-        words[1:3] = [
-            "-m",
-            "torch.distributed.run",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            "titan.train",
-        ]
+        words[1:3] = f"-m torch.distributed.run --nproc-per-node={ranks} -m titan.train".split()
         words.remove(command)
     words += ["--model.name=encoder", "--model.flavor=tiny", "--training.seq_len=64", *settings]
     words += ["--training.local_batch_size=2", "--training.global_batch_size=8"]

@@ -126,13 +126,7 @@ def test_titan_train_runs_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (installed, FOLDER, ROOT))))
     job = str(ROOT / "train_configs" / "debug_model.toml")
-    argv = [
-        job,
-        "--model.name=opt",
-        "--model.flavor=tiny",
-        "--training.steps=2",
-        f"--job.dump_folder={installed}/run",
-    ]
+    argv = f"{job} --model.name=opt --model.flavor=tiny --training.steps=2 --job.dump_folder={installed}/run".split()
     argv += [
         "--training.seq_len=64",
         "--training.local_batch_size=2",

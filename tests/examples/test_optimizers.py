@@ -64,7 +64,7 @@ def train(folder: Path, path: Path, name: str, *settings: str) -> list[dict[str,
     # A rounding error must not be a step: the default of 1e-8 makes one of a gradient of zero.
     eps = "eps = 1e-4" if name != "Lion" else ""
     job.write_text(JOB.format(folder=folder, name=name, eps=eps))
-    command = [sys.executable, "-m", "titan.cli", "train", str(job)]
+    command = [sys.executable, *f"-m titan.cli train {job}".split()]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, FOLDER, ROOT)))}
     finished([*command, *settings], cwd=ROOT, env=variables)
     return logged_rows(folder)

@@ -29,16 +29,7 @@ TORCHRUN = [
     "-m",
     "titan.train",
 ]
-JOB = [
-    "train_configs/debug_model.toml",
-    "--training.dataset=synthetic",
-    "--training.seq_len=32",
-    "--model.overrides.n_layers=2",
-    "--metrics.log_freq=1",
-    "--checkpoint.interval=4",
-    f"--comm.heartbeat_timeout_seconds={LIMIT_S}",
-    "--comm.train_timeout_seconds=300",
-]
+JOB = f"train_configs/debug_model.toml --training.dataset=synthetic --training.seq_len=32 --model.overrides.n_layers=2 --metrics.log_freq=1 --checkpoint.interval=4 --comm.heartbeat_timeout_seconds={LIMIT_S} --comm.train_timeout_seconds=300".split()
 
 
 @pytest.fixture
@@ -87,7 +78,7 @@ def test_a_lost_host(lost: int, hosts: Hosts, tmp_path: Path) -> None:
         }
         time.sleep(0.5)
     assert all(agent.wait() != 0 for agent in agents)
-    command = [sys.executable, "-m", "titan.cli", "doctor", str(folder), "--json"]
+    command = [sys.executable, *f"-m titan.cli doctor {folder} --json".split()]
     done = finished(command, code=1)
     finding = json.loads(done.stdout)["findings"][0]
     # Each side has lost the other, and both write into the same folder here: the last word counts.

@@ -18,13 +18,7 @@ from titan.checkpoint.manager import list_steps
 from titan.ops.doctor.diagnosis import diagnose
 from titan.ops.doctor.evidence import Evidence
 
-HANGING = [
-    "-m",
-    "titan.ops.launch",
-    "--standalone",
-    "--nproc-per-node=2",
-    str(Path(__file__).with_name("hanging_train.py")),
-]
+HANGING = f"-m titan.ops.launch --standalone --nproc-per-node=2 {Path(__file__).with_name('hanging_train.py')}".split()
 Start = Callable[..., Run]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.tables import tabled
-from tests.support.trainers import Trainer
+from tests.support.trainers import Trainer, run_to_end
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.optim.schedule import rate_jump
@@ -86,9 +86,7 @@ def test_a_run_says_it_once_and_the_rates_are_those_of_its_metrics(
     schedule = {"lr_scheduler": {"warmup_steps": 1, "decay_type": "cosine"}}
     said = []
     for steps in (6, 6, 12):
-        trainer = Trainer(job(tmp_path, training={"steps": steps}, **schedule))
-        assert trainer.run() == 0
-        trainer.close()
+        run_to_end(Trainer(job(tmp_path, training={"steps": steps}, **schedule)))
         said.append(re.findall(r"learning rate (\S+) -> (\S+) from", capsys.readouterr().out))
     assert said[:2] == [[], []] and len(said[2]) == 1
     rates = [row["lr"] for row in read_json_lines(tmp_path / "metrics.jsonl")]

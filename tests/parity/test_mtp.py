@@ -12,7 +12,7 @@ from tests.support.jobs import SMALL, job, with_changes
 from tests.support.layouts import FOUR_AXES, REPLICAS, TIED, Layout, cp, fsdp, pp, schedule, tp
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
-from tests.support.trainers import PoolTrainer
+from tests.support.trainers import PoolTrainer, run_to_end
 
 # Two modules, of a weight that shows in the gradients.
 TWO = (("num_mtp_modules", 2), ("mtp_coeff", 1.0))
@@ -74,9 +74,7 @@ def run(folder: Path, parallelism: dict[str, int]) -> None:
     changes = {"parallelism": parallelism, "model": {"overrides": {"n_layers": 3, **dict(TWO)}}}
     training = {"global_batch_size": 8, "local_batch_size": 2, "steps": 2}
     config = job(folder, base=with_changes(SMALL, training=training, **changes))
-    trainer = PoolTrainer(config)
-    assert trainer.run() == 0
-    trainer.close()
+    run_to_end(PoolTrainer(config))
 
 
 def test_the_loss_of_further_targets_is_a_column(pool: Pool, tmp_path: Path) -> None:

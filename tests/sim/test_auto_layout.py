@@ -142,7 +142,7 @@ def test_a_resumed_run_keeps_its_layout(
     assert load_from_argv(started[-1]).optimizer.lr != 0.5
     file.unlink()
     file.mkdir()
-    assert cli.main(["train", str(job), "--nproc", "2"]) == 2
+    assert cli.main(f"train {job} --nproc 2".split()) == 2
     assert "is a folder: remove it" in capsys.readouterr().err
 
 
@@ -314,9 +314,8 @@ def test_ranks_refuse_a_layout_that_is_not_chosen(
 
 def test_slurm_needs_the_hardware(job: Path, shell: Shell) -> None:
     run = job.parent / "run"
-    assert (
-        '--hardware: parallelism.layout = "auto" needs'
-        in shell(f"slurm {job} --nodes 2", code=2).err
+    assert '--hardware: parallelism.layout = "auto" needs' in shell.refuse(
+        f"slurm {job} --nodes 2"
     )
     assert not run.exists()
     words = "--nodes 2 --gpus-per-node 0 --ranks-per-node 2"
@@ -363,9 +362,8 @@ def test_config_and_check_say_what_is_open(job: Path, shell: Shell) -> None:
         f"4 ranks = {resolve_layout(load_from_argv(words), 4)}" in out and "by formula" in out
     )
     assert not (job.parent / "run").exists()
-    assert (
-        'expected one of "fixed", "auto", got "best"'
-        in shell(f"check {job} --parallelism.layout=best", code=2).err
+    assert 'expected one of "fixed", "auto", got "best"' in shell.refuse(
+        f"check {job} --parallelism.layout=best"
     )
 
 

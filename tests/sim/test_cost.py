@@ -425,7 +425,7 @@ def test_document_lengths_are_those_of_the_shards(tmp_path: Path) -> None:
     text, folder = tmp_path / "text.jsonl", tmp_path / "shards"
     rows = [json.dumps({"text": "a" * (length - 2)}) for length in (100, 300, 600)]
     text.write_text("\n".join(rows))
-    fixed = ["--tokenizer", "bytes", "--workers", "1", "--input", str(text)]
+    fixed = f"--tokenizer bytes --workers 1 --input {text}".split()
     assert command("prepare")([*fixed, "--output", str(folder)]) == 0
     job = ["train_configs/debug_model.toml", "--training.dataset=shards"]
     job += [f"--training.dataset_path={folder}", "--training.seq_len=500"]

@@ -41,7 +41,7 @@ def simulate(folder: Path, choice: str) -> subprocess.CompletedProcess[str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: routed\nVersion: 0.1\n")
     (metadata / "entry_points.txt").write_text("[titan.models]\nrouted = routed")
     (folder / "routed.py").write_text(FAMILY.format(choice=choice))
-    job = [str(ROOT / "train_configs" / "debug_model.toml"), "--model.name=routed"]
+    job = f"{ROOT}/train_configs/debug_model.toml --model.name=routed".split()
     job += [
         "--model.flavor=tiny",
         "--training.seq_len=64",

@@ -161,7 +161,7 @@ def test_settings_name_every_choice() -> None:
 
 
 def test_what_was_asked_for_is_searched_with_and_without() -> None:
-    argv = [str(FILE), "--training.global_batch_size=256", "--compile.enable=false"]
+    argv = f"{FILE} --training.global_batch_size=256 --compile.enable=false".split()
     finder = LayoutSearch(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=64, also=["compile", "async_tp"])  # fmt: skip
     assert {p.also for p in finder.points} == {
         (),
@@ -198,7 +198,7 @@ def test_overlays_make_the_ranked_jobs(
         "3",
     ]
     output, result = tmp_path / "plans", tmp_path / "plan.json"
-    assert main([*command, "--most", "2", "--output", str(output), "--json", str(result)]) == 0
+    assert main([*command, *f"--most 2 --output {output} --json {result}".split()]) == 0
     printed = capsys.readouterr().out
     assert "3 candidates simulated" in printed and "global batch 16 sequences" in printed
     found = json.loads(result.read_text())

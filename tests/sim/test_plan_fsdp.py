@@ -20,13 +20,7 @@ from titan.sim.simulate import simulate
 
 BLOCKS, WORLD = 4, 16
 H100 = load_profile("h100-sxm")
-JOB = [
-    str(ROOT / "train_configs" / "llama3_1b.toml"),
-    f"--model.overrides.n_layers={BLOCKS}",
-    "--training.seq_len=1024",
-    "--training.local_batch_size=1",
-    "--compile.enable=false",
-]
+JOB = f"{ROOT}/train_configs/llama3_1b.toml --model.overrides.n_layers={BLOCKS} --training.seq_len=1024 --training.local_batch_size=1 --compile.enable=false".split()
 
 
 def every_choice() -> Iterator[dict[str, str]]:

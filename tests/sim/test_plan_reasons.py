@@ -69,12 +69,7 @@ def test_bytes_of_a_card_between_stages_and_of_deepep() -> None:
     assert found == pytest.approx(160 / 2 * (1 - 28 / 120))
 
 
-SMALL = [
-    str(CONFIGS / "debug_model.toml"),
-    "--model.overrides.n_layers=2",
-    "--training.local_batch_size=2",
-    "--training.global_batch_size=8",
-]
+SMALL = f"{CONFIGS}/debug_model.toml --model.overrides.n_layers=2 --training.local_batch_size=2 --training.global_batch_size=8".split()
 PP = {
     "parallelism.pipeline_parallel_degree": "2",
     "parallelism.pipeline_parallel_schedule": "1F1B",

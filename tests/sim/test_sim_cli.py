@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,21 +37,17 @@ JOB = [
 ON = ["--hardware", "h100-sxm"]
 
 
-def sim(*arguments: str) -> int:
-    return main(["sim", *JOB, *arguments])
+@pytest.fixture
+def sim(shell: Shell) -> Any:
+    """Return a function that runs `titan sim` on the job, and requires the exit code."""
+    return partial(shell, f"sim {' '.join(JOB)}")
 
 
-def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_json_trace_and_html(tmp_path: Path, sim: Any) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "trace", "html")}
-    code = sim(
-        "--world-size",
-        "4",
-        *ON,
-        "--parallelism.pipeline_parallel_degree=2",
-        *(text for name, path in files.items() for text in (f"--{name}", str(path))),
-    )
-    printed = capsys.readouterr().out
-    assert code == 0
+    options = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    pipeline = "--parallelism.pipeline_parallel_degree=2"
+    printed = sim("--world-size", "4", *ON, pipeline, *options).out
     assert printed.startswith("llama3 tiny on 4 x h100-sxm: pp 2 x dp_shard 2\n")
     for line in (
         "tokens/s/GPU",
@@ -132,13 +130,10 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium, to lay a page out")
-def test_a_timeline_of_few_rows_is_high_enough_to_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_timeline_of_few_rows_is_high_enough_to_read(tmp_path: Path, sim: Any) -> None:
     """Also on a telephone. The page begins with four figures, which are the terminal's, and ends with tables."""
     page, frames = tmp_path / "page.html", tmp_path / "frames.html"
-    assert sim("--world-size", "2", *ON, "--html", str(page)) == 0
-    printed = capsys.readouterr().out
+    printed = sim("--world-size", "2", *ON, "--html", str(page)).out
     frame = '<iframe src="page.html" style="width: {}px; border: 0"></iframe>'
     measure = """
     onload = () => document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(({ contentDocument: page }) =>
@@ -157,15 +152,14 @@ def test_a_timeline_of_few_rows_is_high_enough_to_read(
 
 
 def test_memory_is_that_of_the_allocator_the_job_has(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The default allocator takes segments of 2 and 20 MiB and more; expandable ones grow page by page in one range for each pool."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     reserved = {}
     for expandable in (True, False):
         setting = f"--training.expandable_segments={str(expandable).lower()}"
-        assert sim("--world-size", "2", *ON, setting, "--json", "-") == 0
-        result = json.loads(capsys.readouterr().out)["memory"]
+        result = json.loads(sim("--world-size", "2", *ON, setting, "--json", "-").out)["memory"]
         reserved[expandable] = result["peak_reserved_gib"]
     # One trace serves both, and one pace of the host.
     entries = [trace for path in tmp_path.rglob("*.pickle") for trace in read_entry(path) or []]
@@ -178,12 +172,11 @@ def test_memory_is_that_of_the_allocator_the_job_has(
 
 
 def test_a_sweep_goes_on_where_hardware_lacks_float8(
-    capsys: pytest.CaptureFixture[str],
+    sim: Any,
 ) -> None:
     converted = ("--world-size", "1", "--model.converters", '["quantize.linear.float8"]')
     several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
-    assert sim(*converted, *several) == 0
-    printed = capsys.readouterr().out
+    printed = sim(*converted, *several).out
     assert (
         "2 variants: 1 fit" in printed and "1 cannot run: a100-80g does not multiply" in printed
     )
@@ -200,34 +193,31 @@ def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trace_whose_blocks_are_not_alike_is_kept(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second block recomputed: nothing to extend."""
     job = ("--world-size", "1", "--model.overrides.n_layers=15", "--activation_checkpoint.mode=selective",
            "--activation_checkpoint.selective_ac_option=2", "--json", "-")  # fmt: skip
-    assert sim(*job, *ON) == 0
-    first = json.loads(capsys.readouterr().out)
+    first = json.loads(sim(*job, *ON).out)
     _refuse_to_record(monkeypatch)
-    assert sim(*job, *ON) == 0
-    assert json.loads(capsys.readouterr().out)["step_time_s"] == first["step_time_s"]
+    assert json.loads(sim(*job, *ON).out)["step_time_s"] == first["step_time_s"]
 
 
 def test_the_trace_is_kept_for_other_hardware_and_replicas(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hsdp = "--parallelism.data_parallel_replicate_degree"
-    assert sim("--world-size", "4", *ON, f"{hsdp}=2", "--json", "-") == 0
-    first = json.loads(capsys.readouterr().out)
+    first = json.loads(sim("--world-size", "4", *ON, f"{hsdp}=2", "--json", "-").out)
 
     _refuse_to_record(monkeypatch)
-    assert sim("--world-size", "4", "--hardware", "a100-80g", f"{hsdp}=2", "--json", "-") == 0
-    slower = json.loads(capsys.readouterr().out)
+    slower = json.loads(
+        sim("--world-size", "4", "--hardware", "a100-80g", f"{hsdp}=2", "--json", "-").out
+    )
     # The step itself waits for the host.
     assert slower["time"]["compute_s"] > first["time"]["compute_s"]
     categories = [result["memory"]["by_category_gib"] for result in (first, slower)]
     assert categories[0]["activations"] == categories[1]["activations"] > 0
-    assert sim("--world-size", "64", *ON, f"{hsdp}=32", "--json", "-") == 0
-    wider = json.loads(capsys.readouterr().out)
+    wider = json.loads(sim("--world-size", "64", *ON, f"{hsdp}=32", "--json", "-").out)
     assert (
         wider["comm"]["by_axis"]["dp_replicate"]["bytes"]
         == first["comm"]["by_axis"]["dp_replicate"]["bytes"]
@@ -266,9 +256,9 @@ def test_a_trace_depends_on_titans_own_source_alone(
     assert trace_cache.source_hash() == before
 
 
-def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep(tmp_path: Path, sim: Any) -> None:
     file = tmp_path / "sweep.json"
-    code = sim(
+    printed = sim(
         "--world-size",
         "2",
         "--hardware",
@@ -279,8 +269,7 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "training.local_batch_size=1,2,3",
         "--sweep",
         "parallelism.tensor_parallel_degree=1,2,4",
-    )
-    assert code == 0
+    ).out
     variants = json.loads(file.read_text())
     assert len(variants) == 18
     assert [v["settings"]["parallelism.tensor_parallel_degree"] for v in variants[:6]] == [
@@ -290,7 +279,6 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(refused) == 6 and all(
         v["settings"]["parallelism.tensor_parallel_degree"] == "4" for v in refused
     )
-    printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == [
         "hardware",
         "local_batch_size",
@@ -306,30 +294,27 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert speeds == sorted(speeds, reverse=True)
     assert "18 variants: 12 fit" in printed and re.search(r"6 cannot run: .*2", printed)
     repeated = ("--world-size", "2", "--hardware", "h100-sxm,H100-SXM", "--json", "-")
-    assert sim(*repeated, "--sweep", "training.local_batch_size=2,2") == 0
-    assert len(json.loads(capsys.readouterr().out)) == 1
+    twice = sim(*repeated, "--sweep", "training.local_batch_size=2,2").out
+    assert len(json.loads(twice)) == 1
 
 
-def test_sweep_over_world_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_over_world_sizes(sim: Any) -> None:
     """Each size is what it is alone, in one table with other keys."""
     sweep = ("--sweep", "world_size=1,2,3", "--sweep", "parallelism.tensor_parallel_degree=1,2")
-    assert sim(*ON, *sweep, "--json", "-") == 0
-    variants = json.loads(capsys.readouterr().out)
+    variants = json.loads(sim(*ON, *sweep, "--json", "-").out)
     assert [v["settings"]["world_size"] for v in variants] == [*"112233"]
     assert [bool(v["problem"]) for v in variants] == [False, True, False, False, False, True]
-    assert sim("--world-size", "2", *ON, "--json", "-") == 0
-    alone = json.loads(capsys.readouterr().out)
+    alone = json.loads(sim("--world-size", "2", *ON, "--json", "-").out)
     swept = variants[2]["facts"]
     assert swept["world_size"] == 2 and swept["layout"] == alone["layout"]
     assert swept["step_time_s"] == alone["step_time_s"] and swept["memory"] == alone["memory"]
 
 
-def test_thousands_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_thousands_of_devices(sim: Any) -> None:
     """A rank of 4,096 holds a row of each matrix; its shards cross the cards, so that it is slower than one of eight."""
     found = {}
     for ranks in (8, 4096):
-        assert sim("--world-size", str(ranks), *ON, "--json", "-") == 0
-        found[ranks] = json.loads(capsys.readouterr().out)
+        found[ranks] = json.loads(sim("--world-size", str(ranks), *ON, "--json", "-").out)
     few, many = found.values()
     assert many["world_size"] == 4096 and "x dp_shard 4096 x" in many["layout"]
     assert many["comm"]["by_axis"]["dp_shard"]["card_bytes"] > 0
@@ -347,14 +332,13 @@ def test_thousands_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_fp32_on_an_accelerator_is_warned_of_and_its_mfu_marked(
-    capsys: pytest.CaptureFixture[str],
+    sim: Any,
 ) -> None:
     """ "auto" is bfloat16 there, and float32 on the CPU."""
     results = {}
     for hardware, precision in (("h100-sxm", "float32"), ("h100-sxm", "auto"), ("cpu", "auto")):
         options = ["--world-size=1", f"--hardware={hardware}", "--json=-"]
-        assert sim(*options, f"--training.mixed_precision_param={precision}") == 0
-        printed = capsys.readouterr()
+        printed = sim(*options, f"--training.mixed_precision_param={precision}")
         facts = results[hardware, precision] = json.loads(printed.out)
         is_slow = precision == "float32"
         assert ("leaves an accelerator's tensor cores idle" in printed.err) == is_slow
@@ -377,7 +361,7 @@ def test_utilization_is_that_of_the_recorded_products(
     options = ["--world-size=2", "--hardware=h100-sxm", "--json=-", "--quiet"]
     options += ["--model.flavor=8B", "--model.converters=quantize.linear.float8"]
     options += ["--training.seq_len=2048", "--activation_checkpoint.mode=full"]
-    assert sim(*options) in (0, 3)
+    assert main(["sim", *JOB, *options]) in (0, 3)
     facts = json.loads(capsys.readouterr().out)
     blocks = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
     rest = 6 * 128256 * 4096 + 12 * 32 * 4096 * 2048
@@ -387,12 +371,9 @@ def test_utilization_is_that_of_the_recorded_products(
     assert facts["utilization"] < facts["mfu"]
 
 
-def test_the_exit_code_says_whether_it_fits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exit_code_says_whether_it_fits(tmp_path: Path, sim: Any) -> None:
     options = ["--world-size=1", "--training.local_batch_size=64", "--json=-"]
-    assert sim(*options, *ON) == 0
-    needed = json.loads(capsys.readouterr().out)["memory"]["needed_gib"]
+    needed = json.loads(sim(*options, *ON).out)["memory"]["needed_gib"]
     file = tmp_path / "mine.toml"
     for room, code, verdict in (
         (1.2, 0, "fits: "),
@@ -403,11 +384,8 @@ def test_the_exit_code_says_whether_it_fits(
             f'name = "mine"\nbase = "h100-sxm"\nmemory_gib = {needed * room}\n'
             '[sources]\nmemory_gib = "this test"\n'
         )
-        assert (
-            sim("--world-size=1", "--training.local_batch_size=64", f"--hardware={file}")
-            == code
-        )
-        page = capsys.readouterr().out
+        where = f"--hardware={file}"
+        page = sim("--world-size=1", "--training.local_batch_size=64", where, code=code).out
         assert f"  memory    {verdict}" in page and ("10%" in page) == (code == 0)
 
 

@@ -111,7 +111,7 @@ def test_a_change_of_layout_is_priced(jobs: tuple[str, str], tmp_path: Path) -> 
     file, job = tmp_path / "facts.json", tmp_path / "job.toml"
     long = "[[phase]]\nfrom_step = 501\nseq_len = 2048\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
     job.write_text(Path(jobs[1]).read_text() + f"{long}context_parallel_degree = 2\n")
-    times = ["--simulator.run.restart_seconds=600", "--run", "--json", str(file)]
+    times = f"--simulator.run.restart_seconds=600 --run --json {file}".split()
     assert main(["sim", str(job), *WHERE, *times]) == 0
     facts = json.loads(file.read_text())
     alone = ["--training.steps=500", *LONG, "--parallelism.context_parallel_degree=2"]

@@ -43,6 +43,10 @@ class Shell:
         assert found == code, printed.err
         return printed
 
+    def refuse(self, line: str, *more: str) -> str:
+        """Run a line that is a mistake; return what it says to stderr."""
+        return self(line, *more, code=2).err
+
 
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str]) -> Shell:

@@ -124,15 +124,7 @@ class Slurm:
         (folder / "slurm.conf").write_text(
             head + "\n".join(nodes) + "\nPartitionName" + partitions
         )
-        munged = [
-            "munged",
-            "--force",
-            f"--key-file={folder}/munge.key",
-            f"--socket={folder}/munge.sock",
-            f"--pid-file={folder}/munged.pid",
-            f"--log-file={folder}/log/munged",
-            f"--seed-file={folder}/munge.seed",
-        ]
+        munged = f"munged --force --key-file={folder}/munge.key --socket={folder}/munge.sock --pid-file={folder}/munged.pid --log-file={folder}/log/munged --seed-file={folder}/munge.seed".split()
         for daemon in (munged, ["slurmctld", "-c"]):
             self.run(*self.hosts.on(self.controller, daemon))
         for i in self.nodes:

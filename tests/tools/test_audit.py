@@ -230,13 +230,9 @@ def test_experts_on_other_ranks_are_equal_but_for_rounding(tmp_path: Path) -> No
 def _audit_elsewhere(run: Path, folder: Path, code: int, *keys: str) -> Audit:
     """Audit in processes of its own, with another layout."""
     words = [
-        "audit",
-        str(run),
-        "--step",
-        str(STEP),
+        *f"audit {run} --step {STEP}".split(),
         *keys,
-        "--json",
-        str(folder / "found.json"),
+        *f"--json {folder}/found.json".split(),
     ]
     command = [sys.executable, "-m", "titan.cli", *words]
     result = finished(command, cwd=ROOT, code=None)

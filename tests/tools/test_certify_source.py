@@ -182,6 +182,6 @@ def test_a_model_without_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(source, "hooks_of", lambda _: None)
     path = tmp_path / "tiny.toml"
     path.write_text('[model]\nflavor = "tiny"\n[training]\nseq_len = 32\n')
-    assert titan(["certify", str(path), "--layouts=fsdp", "--output", str(tmp_path)]) == 0
+    assert titan(f"certify {path} --layouts=fsdp --output {tmp_path}".split()) == 0
     page = (tmp_path / "tiny.certificate.md").read_text().splitlines()
     assert page[2].startswith("Not compared with the program that the model comes from")

@@ -110,7 +110,7 @@ def test_verdicts_are_the_loaders(
     config.write_text(json.dumps(hf))
     code = cli.main(["convert", "from-hf", str(config.parent), str(tmp_path / "out")])
     assert code == (0 if loads else 2)
-    assert cli.main(["check", "--hf", str(config.parent)]) == code
+    assert cli.main(f"check --hf {config.parent}".split()) == code
     if not loads:
         return
     by_files = check_hf.describe(config.parent)
@@ -149,7 +149,7 @@ def facts_of(capsys, *argv: object) -> dict[str, Any]:
 def test_the_snippet_is_a_job_of_the_same_size(tmp_path: Path, capsys) -> None:
     changes = {"num_hidden_layers": 3, "rope_scaling": None}
     file = write(tmp_path / "config.json", PUBLISHED["Llama-3.2-1B"] | changes)
-    assert cli.main(["check", "--hf", str(file)]) == 0
+    assert cli.main(f"check --hf {file}".split()) == 0
     page = capsys.readouterr().out.splitlines()
     start = next(n for n, line in enumerate(page) if line.endswith("[model]"))
     snippet = page[
@@ -177,7 +177,7 @@ def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
     keys = {"name": "transformers", "hf_path": str(model)}
     words = [f"--model.{key}={value}" for key, value in keys.items()]
     words += ["--checkpoint.initial_load_in_hf=true", f"--checkpoint.initial_load_path={start}"]
-    cli.main(["check", str(write(tmp_path / "job.toml", "")), "--world-size=1", *words])
+    cli.main([*f"check {write(tmp_path / 'job.toml', '')} --world-size=1".split(), *words])
     assert capsys.readouterr().err.count(", logit_scale\n") == 2
 
 
@@ -185,7 +185,7 @@ def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
 def test_a_job_that_continues_a_folder(name: str, tmp_path: Path, capsys) -> None:
     model, job = random_model(name, {}), tmp_path / "job.toml"
     model.save_pretrained(tmp_path)
-    words = ["init", str(job), "--hf", str(tmp_path)]
+    words = f"init {job} --hf {tmp_path}".split()
     assert cli.main(words) == 2 and "its tokenizer are missing" in capsys.readouterr().err
     learn = ["tokenizer", "train", "--input", __file__, "--output", str(tmp_path)]
     assert cli.main([*learn, "--vocab-size=301"]) == 0 and cli.main(words) == 0
@@ -205,7 +205,7 @@ def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:
     facts = facts_of(capsys, "--hf", tmp_path)
     assert facts["loads"] is False and facts["family"]["name"] == "llama3"
     assert len(facts["problems"]) == 3 * hf["num_hidden_layers"]
-    assert cli.main(["check", "--hf", str(tmp_path)]) == 0
+    assert cli.main(f"check --hf {tmp_path}".split()) == 0
     said = capsys.readouterr().out
     assert (
         "loads       no" in said and "mlp.gate_proj.weight has shape" in said and "more" in said
@@ -249,7 +249,7 @@ def test_broken_files_are_one_line(hf: Any, tmp_path: Path, capsys) -> None:
     write(
         tmp_path / "evil.py", f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n"
     )
-    assert cli.main(["check", "--hf", str(tmp_path)]) == 2
+    assert cli.main(f"check --hf {tmp_path}".split()) == 2
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and str(file) in said.err and not said.out
     assert printable(said.err[:-1]) == said.err[:-1] and len(said.err) < 600

@@ -309,7 +309,7 @@ def test_a_mistake_is_a_line_and_exit_code_2(
 ) -> None:
     right = write(tmp_path / "a", step())
     damage(tmp_path / "b")
-    said = shell(f"diff {right} {tmp_path}/b", code=2).err.strip()
+    said = shell.refuse(f"diff {right} {tmp_path}/b").strip()
     assert words in said and len(said.splitlines()) == 1
 
 
@@ -325,7 +325,7 @@ def test_a_spread_of_another_job_is_refused(tmp_path: Path, shell: Shell) -> Non
     write_step(tmp_path / "model", step(step=2))
     words = "is no run of A's job with record_perturbed"
     for folder in others:
-        said = shell(f"diff {right} {right} --spread {folder}", code=2).err.strip()
+        said = shell.refuse(f"diff {right} {right} --spread {folder}").strip()
         assert words in said and len(said.splitlines()) == 1
 
 
@@ -334,9 +334,8 @@ def test_what_a_recorded_run_cannot_use_is_refused(
     word: str, tmp_path: Path, shell: Shell
 ) -> None:
     run = write(tmp_path / "a", step())
-    assert (
-        f"{word}: a recorded run is read as it is"
-        in shell(f"diff {run} {run} {word}", code=2).err
+    assert f"{word}: a recorded run is read as it is" in shell.refuse(
+        f"diff {run} {run} {word}"
     )
 
 

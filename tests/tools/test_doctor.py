@@ -21,7 +21,7 @@ from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 
 FAULTY = str(Path(__file__).with_name("faulty_train.py"))
-LAUNCH = ["-m", "titan.ops.launch", "--standalone", "--nproc-per-node=2", FAULTY]
+LAUNCH = f"-m titan.ops.launch --standalone --nproc-per-node=2 {FAULTY}".split()
 LIMITS = ("--comm.train_timeout_seconds=6", "--comm.init_timeout_seconds=20")
 HEARTBEAT = ("--comm.heartbeat_timeout_seconds=4", "--comm.train_timeout_seconds=90")
 FILE = r"(titan|models)/[\w/]+\.py:\d+, in \w+"
@@ -130,7 +130,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_process_group(
 
 
 def doctor(run: Run, *, code: int = 1) -> dict[str, Any]:
-    command = [sys.executable, "-m", "titan.cli", "doctor", str(run.folder), "--json"]
+    command = [sys.executable, *f"-m titan.cli doctor {run.folder} --json".split()]
     done = finished(command, code=None)
     assert done.returncode == code, done.stdout + done.stderr + run.said()
     return json.loads(done.stdout)
@@ -205,7 +205,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a small file system (tmpfs) needs root")
     folder = tmp_path / "run"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=True)
+    subprocess.run(f"mount -t tmpfs -o size=2m tmpfs {folder}".split(), check=True)
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 

@@ -235,7 +235,7 @@ def test_the_command_reads_replica_groups(folder: Folder, shell: Shell) -> None:
 
 
 def test_the_command(folder: Folder, shell: Shell) -> None:
-    assert "holds no run (no status.json)" in shell(f"doctor {folder.path}/logs", code=2).err
+    assert "holds no run (no status.json)" in shell.refuse(f"doctor {folder.path}/logs")
     folder.status("done")
     assert shell(f"doctor {folder.path}").out.endswith("are done\nnothing is wrong\n")
     folder.status("failed", "rank 3 of 0, 1", kind="replicas_differ")

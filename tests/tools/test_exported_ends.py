@@ -102,7 +102,7 @@ def test_keys_name_the_tokens_of_a_tokenizer_that_does_not(
     said = shell(f"check {tmp_path}/job.toml {named}")
     assert "names no token" not in said.out + said.err
     wrong = f"check {tmp_path}/job.toml --tokenizer.eos_token=<end>"
-    assert 'tokenizer.eos_token = "<end>" is no token of' in shell(wrong, code=2).err
+    assert 'tokenizer.eos_token = "<end>" is no token of' in shell.refuse(wrong)
     tokenizer = {"path": str(tmp_path / "tok"), "bos_token": "<bos>", "eos_token": "<eos>"}
     _, folder = exported(tmp_path, tokenizer=tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -125,7 +125,7 @@ def test_a_folder_names_its_tokenizer_and_more_tokens_than_the_model_has(
     assert "loads       no" in page
     assert "its tokenizer has 337 tokens, and the model 336" in page
     for argv in (["--chat", "--prompt", "a"], ["--prompt", "a"]):
-        said = shell(f"generate --checkpoint {folder}", *argv, code=2).err
+        said = shell.refuse(f"generate --checkpoint {folder}", *argv)
         assert "the tokenizer has 337 tokens, but" in said and said.count("\n") == 1
 
 
@@ -134,7 +134,6 @@ def test_odd_numbers_of_sampling(tmp_path: Path, shell: Shell) -> None:
     argv = f"generate --checkpoint {folder} --prompt the --max-new-tokens 2"
     tiny = shell(f"{argv} --temperature 1e-40").out
     assert shell(f"{argv} --temperature 0").out == tiny
-    assert (
-        "--seed: expected a whole number below 2^63"
-        in shell(f"{argv} --seed {10**20}", code=2).err
+    assert "--seed: expected a whole number below 2^63" in shell.refuse(
+        f"{argv} --seed {10**20}"
     )

@@ -60,7 +60,7 @@ def test_mistakes_are_one_line(tmp_path: Path, shell: Shell) -> None:
     near = write_run(tmp_path / "demo", slope=1.0)
     (tmp_path / "metrics.jsonl").touch()
     for folder, message in {"dmeo": f"runs near it: {near}", ".": "no step was logged"}.items():
-        error = shell(f"plot {tmp_path / folder}", code=2).err
+        error = shell.refuse(f"plot {tmp_path / folder}")
         assert error.count("\n") == 1 and message in error
 
 

@@ -187,15 +187,9 @@ def test_memory_that_runs_out_in_the_dry_run(tmp_path: Path, pool: Pool) -> None
 def test_the_command(tmp_path: Path) -> None:
     """Two processes; then weights that no machine holds: torch's own message, and exit 1."""
     command = [sys.executable, "-m", "titan.cli", "preflight", "train_configs/debug_model.toml"]
-    command += ["--nproc", "2", f"--job.dump_folder={tmp_path}", "--training.dataset=synthetic"]
+    command += f"--nproc 2 --job.dump_folder={tmp_path} --training.dataset=synthetic".split()
     file = tmp_path / "report.json"
-    huge = [
-        "--model.overrides.dim=16384",
-        "--model.overrides.ffn_dim=16777216",
-        "--checkpoint.enable=false",
-        "--json",
-        str(file),
-    ]
+    huge = f"--model.overrides.dim=16384 --model.overrides.ffn_dim=16777216 --checkpoint.enable=false --json {file}".split()
     run = finished([*command, *huge], cwd=ROOT, timeout=120, code=None)
     assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
     assert "2 ranks on" in run.stdout and "PROBLEM  dry run: rank" in run.stdout

@@ -288,7 +288,7 @@ def test_errors_are_one_line(tmp_path: Path, shell: Shell) -> None:
     step_trace().write(tmp_path / "run/traces/step-10/rank-0.json.gz")
 
     def error(*arguments: str) -> str:
-        text = shell(f"profile {tmp_path / arguments[0]}", *arguments[1:], code=2).err
+        text = shell.refuse(f"profile {tmp_path / arguments[0]}", *arguments[1:])
         assert text.count("\n") == 1
         return text
 
@@ -325,7 +325,7 @@ DAMAGED = {
 def test_a_damaged_trace_is_one_line(name: str, tmp_path: Path, shell: Shell) -> None:
     (path := tmp_path / name).write_bytes(DAMAGED[name])
     begin = time.process_time()
-    error = shell(f"profile {path}", code=2).err
+    error = shell.refuse(f"profile {path}")
     assert error.startswith(f"{path}: not a whole trace") and error.count("\n") == 1
     assert error.rstrip("\n").isprintable() and time.process_time() - begin < 20
 
@@ -351,6 +351,4 @@ def test_a_trace_of_too_many_events_says_what_to_do(
     monkeypatch.setattr("titan.tools.trace.MAX_EVENTS", 500)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [EVENT] * 1000}))
-    assert (
-        "record fewer steps: profiling.profiler_active" in shell(f"profile {path}", code=2).err
-    )
+    assert "record fewer steps: profiling.profiler_active" in shell.refuse(f"profile {path}")

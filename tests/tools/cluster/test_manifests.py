@@ -121,7 +121,7 @@ def test_the_container(tmp_path: Path) -> None:
     """And a site's lines: behind the directives, of which they can be none, and before the settings, which win."""
     site = tmp_path / "site.sh"
     site.write_text(f"#SBATCH --nodes=7\nexport NCCL_DEBUG=INFO NPROC=9\nenv >{tmp_path}/said")
-    command = ["slurm", JOB, "--nodes=1", "--gpus-per-node=1", f"--setup={site}"]
+    command = f"slurm {JOB} --nodes=1 --gpus-per-node=1 --setup={site}".split()
     command += [f"--job.dump_folder={tmp_path}/run", "--container=a b.sqsh"]
     assert main([*command, "--mounts=/data:/data"]) == 0
     script = (tmp_path / "run" / "job.sbatch").read_text()
@@ -173,7 +173,7 @@ def test_a_job_runs_as_it_was_submitted(tmp_path: Path) -> None:
     scripts = []
     for steps in (3, 4):
         overlay.write_text(f"[training]\nsteps = {steps}\n")
-        command = ["slurm", str(job), str(overlay), "--nodes=1", "--gpus-per-node=0"]
+        command = f"slurm {job} {overlay} --nodes=1 --gpus-per-node=0".split()
         assert main([*command, f"--job.dump_folder={tmp_path}/run"]) == 0
         scripts.append((tmp_path / "run/job.sbatch").read_text())
     job.unlink()
@@ -185,13 +185,9 @@ def test_a_job_runs_as_it_was_submitted(tmp_path: Path) -> None:
 
 
 def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
-    command = [
-        "slurm",
-        JOB,
-        "--nodes=2",
-        "--gpus-per-node=0",
-        f"--job.dump_folder={tmp_path}/run",
-    ]
+    command = (
+        f"slurm {JOB} --nodes=2 --gpus-per-node=0 --job.dump_folder={tmp_path}/run".split()
+    )
     more = ["--sbatch=--qos=high", "--", "--exclude=n[3-4],n7", "--reservation=a b", "--nice"]
     assert main([*command, *more[:3], more[4]]) == 0
     script = (tmp_path / "run/job.sbatch").read_text()
@@ -205,13 +201,9 @@ def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
 def test_options_that_do_not_go_to_sbatch(
     tmp_path: Path, option: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = [
-        "slurm",
-        JOB,
-        "--nodes=2",
-        "--gpus-per-node=0",
-        f"--job.dump_folder={tmp_path}/run",
-    ]
+    command = (
+        f"slurm {JOB} --nodes=2 --gpus-per-node=0 --job.dump_folder={tmp_path}/run".split()
+    )
     assert main([*command, "--", option]) == 2
     assert f"--sbatch: {option!r}: {message}" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -246,13 +238,9 @@ def test_preflight_in_the_allocation(
     nodes: str | None,
     code: int,
 ) -> None:
-    command = [
-        "slurm",
-        JOB,
-        "--nodes=2",
-        "--gpus-per-node=8",
-        f"--job.dump_folder={tmp_path}/run",
-    ]
+    command = (
+        f"slurm {JOB} --nodes=2 --gpus-per-node=8 --job.dump_folder={tmp_path}/run".split()
+    )
     assert main([*command, "--preflight", f"--spare-nodes={spare}", "--max-restarts=0"]) == 0
     script = (tmp_path / "run/job.sbatch").read_text()
     assert f"#SBATCH --nodes={2 + spare}\n" in script
@@ -309,7 +297,7 @@ def test_mistakes(
     options: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    job = ["slurm", JOB, "--nodes=2", "--gpus-per-node=2", f"--job.dump_folder={folder}"]
+    job = f"slurm {JOB} --nodes=2 --gpus-per-node=2 --job.dump_folder={folder}".split()
     assert main([*job, *options]) == 2
     assert message in capfd.readouterr().err
     assert not folder.exists()
@@ -317,7 +305,7 @@ def test_mistakes(
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     code = "import sys; from titan.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    command = ["slurm", JOB, "--nodes=2", f"--job.dump_folder={tmp_path}"]
+    command = f"slurm {JOB} --nodes=2 --job.dump_folder={tmp_path}".split()
     subprocess.run(
         [sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL
     )
@@ -420,17 +408,7 @@ def test_the_example_for_skypilot(tmp_path: Path) -> None:
     shell = ["bash", "-c", task["run"]]
     words = finished(shell, env=variables, code=None).stdout.split("\0")
     [mount] = task["file_mounts"]
-    assert words[:-1] == [
-        "-m",
-        "titan.ops.cluster.node",
-        "--nnodes=4",
-        "--nproc-per-node=8",
-        "--rdzv-backend=titan",
-        "--rdzv-id=t",
-        "--rdzv-endpoint=10.0.0.1:29500",
-        "--rdzv-conf=rank=0",
-        "-m",
-        "titan.train",
-        "job.toml",
-        f"--job.dump_folder={mount}/run",
-    ]
+    assert (
+        words[:-1]
+        == f"-m titan.ops.cluster.node --nnodes=4 --nproc-per-node=8 --rdzv-backend=titan --rdzv-id=t --rdzv-endpoint=10.0.0.1:29500 --rdzv-conf=rank=0 -m titan.train job.toml --job.dump_folder={mount}/run".split()
+    )

@@ -25,16 +25,7 @@ from titan.cli import main
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 STEPS = 60
-SETTINGS = [
-    f"--training.steps={STEPS}",
-    "--training.local_batch_size=1",
-    "--training.seq_len=32",
-    "--training.dataset=synthetic",
-    "--model.overrides.n_layers=2",
-    "--checkpoint.interval=5",
-    "--checkpoint.keep_latest_k=2",
-    "--comm.train_timeout_seconds=20",
-]
+SETTINGS = f"--training.steps={STEPS} --training.local_batch_size=1 --training.seq_len=32 --training.dataset=synthetic --model.overrides.n_layers=2 --checkpoint.interval=5 --checkpoint.keep_latest_k=2 --comm.train_timeout_seconds=20".split()
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +170,7 @@ def test_a_crash(slurm: Slurm, straight: Path, tmp_path: Path) -> None:
     for crash, step in enumerate((7, 25), start=1):
         job.wait_until_training(step)
         [rank] = [pid for pid, words in slurm.hosts.processes(2).items() if is_rank(words)]
-        subprocess.run(["kill", "-9", str(rank)], check=True)
+        subprocess.run(f"kill -9 {rank}".split(), check=True)
         if crash == 1:
             slurm.requeue_now(job.id)
     assert slurm.wait_ended(job.id) == "FAILED", job.said()
@@ -215,9 +206,7 @@ def test_the_page(slurm: Slurm, tmp_path: Path) -> None:
     checked = checked.replace("--partition gpu", "--partition low --gpus-per-node 2 --submit")
     script = f"{batch} --job.dump_folder=outputs/on_slurm\n{checked} --job.dump_folder=outputs/checked"
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    assert (
-        main(["config", "--list", "debug_model", "--output", str(tmp_path / "job.toml")]) == 0
-    )
+    assert main(f"config --list debug_model --output {tmp_path}/job.toml".split()) == 0
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     said = slurm.run("bash", "-ec", script, cwd=tmp_path, PATH=path, GLOO_SOCKET_IFNAME="eth0")
     jobs = re.findall(r"Submitted batch job (\d+)", said)
@@ -262,12 +251,7 @@ def test_hostile_scripts_are_valid(slurm: Slurm, tmp_path: Path) -> None:
     for i, text in enumerate(hostile_texts(60, seed=1)):
         folder, output = tmp_path / str(i) / text.replace("/", "_"), tmp_path / "job.sbatch"
         job = ["train_configs/debug_model.toml", f"--job.dump_folder={folder}"]
-        options = [
-            "--nodes=2",
-            "--gpus-per-node=0",
-            f"--output={output}",
-            f"--container={text}",
-        ]
+        options = f"--nodes=2 --gpus-per-node=0 --output={output} --container={text}".split()
         if code := main(["slurm", *job, *options]):
             assert (code, str(folder).isprintable() and "%" not in str(folder)) == (2, False)
             continue

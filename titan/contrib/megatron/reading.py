@@ -140,9 +140,12 @@ class MegatronFolder:
 
     @property
     def files(self) -> dict[str, Path]:
-        """Return a file of each tensor."""
-        chunks = {name: entry.stored.chunks for name, entry in self.entries.items()}
-        return {name: self.path / of[0].file for name, of in chunks.items() if of}
+        """Return the file of each chunk."""
+        return {
+            f"{name} {number}": self.path / chunk.file
+            for name, entry in self.entries.items()
+            for number, chunk in enumerate(entry.stored.chunks)
+        }
 
     def _read(self, name: str) -> Tensor:
         """Return a tensor.

@@ -28,7 +28,7 @@ from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.diff.command import differing_keys
 from titan.sim.report.intervals import ratio_width
 
-from . import paired, picture, sweep
+from . import paired, sweep
 from .paired import FAR, Curve, Estimate
 from .sides import Recipe, measure_of, why_speeds_differ
 
@@ -83,7 +83,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_json()
     parser.set_defaults(set=[])  # as a sweep without values
     options, words = parser.parse_known_args(argv)
-    picture.require_option(options)
     jobs = [[str(path), *words] for path in options.sides]
     paths, nproc = options.sides, options.nproc
     if trains := all(path.suffix == ".toml" for path in paths):
@@ -120,8 +119,6 @@ def main(argv: list[str] | None = None) -> int:
     if not put_json({**found, "rows": report.rows}, options.json):
         table = [f"{name:24}{a:>12}{b:>12}" for name, a, b in report.rows]
         print("\n".join([*table, "", answer, *report.notes]))
-    if options.plot and report.gap:
-        picture.draw_comparison(curves, answer.replace("; ", "\n"), options.plot)
     return 0
 
 

@@ -272,9 +272,7 @@ def test_parquet_and_prepared_shards_are_the_same_samples(
         f'path = "{tmp_path / "shards"}"\n[training]\nseq_len = 64\n[model]\nflavor = "tiny"\n'
         "[[phase]]\nfrom_step = 5\nseq_len = 32\n"
     )
-    assert (
-        "job.toml:7: data.sources[0].path: the shards in" in shell(f"check {job}", code=2).err
-    )
+    assert "job.toml:7: data.sources[0].path: the shards in" in shell.refuse(f"check {job}")
 
 
 def test_long_conversations_end_after_an_answer_or_are_left_out(
@@ -353,18 +351,14 @@ def test_bad_conversations_are_named_by_file_and_line(
         f'[tokenizer]\npath = "{folder}"\nchat_template = "{tmp_path / "chat.jinja"}"\n[data]\ndocument_mask = true\n'
         f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n[model]\nflavor = "tiny"\n'
     )
-    error = shell(f"check {job}", code=2).err
+    error = shell.refuse(f"check {job}")
     assert f"{file}:2: {message}" in error and f"{job}:8" in error
-    argv = ["--tokenizer", str(folder), "--chat-template", str(tmp_path / "chat.jinja")]
+    argv = f"--tokenizer {folder} --chat-template {tmp_path}/chat.jinja".split()
     argv += [
-        "--output",
-        str(tmp_path / "shards"),
-        "--messages-key",
-        "messages",
-        "--workers",
+        *f"--output {tmp_path}/shards --messages-key messages --workers".split(),
         "2" if "refuses" in message else "1",
     ]
-    assert f"{file}:2: {message}" in shell(f"prepare --input {file}", *argv, code=2).err
+    assert f"{file}:2: {message}" in shell.refuse(f"prepare --input {file}", *argv)
 
 
 def test_a_missing_or_unfit_template_says_what_to_set(
@@ -390,7 +384,7 @@ def test_a_missing_or_unfit_template_says_what_to_set(
     job = tmp_path / "job.toml"
     file = written(tmp_path / "a.jsonl", [[USER, ANSWER]])
     job.write_text(f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n')
-    error = shell(f"check {job}", code=2).err
+    error = shell.refuse(f"check {job}")
     assert (
         "data.document_mask: conversations share sequences; set document_mask = true" in error
     )
@@ -619,16 +613,8 @@ def test_keys_that_nothing_reads_are_counted(
         "jsonl": "not read: name in 7 of 16 messages; source, tools in 7 of 8 rows",
         "parquet": "not read: name in 7 of 16 messages; source in 8 of 8 rows; tools in 7 of 8 rows",
     }.get(kind, "not read: source in 8 of 8 rows")
-    words = [
-        "prepare",
-        "--input",
-        str(file),
-        "--tokenizer",
-        str(folder),
-        "--validation-fraction",
-        "0.4",
-    ]
-    words += ["--messages-key", "messages", "--chat-template", str(template)] * has_chats
+    words = f"prepare --input {file} --tokenizer {folder} --validation-fraction 0.4".split()
+    words += f"--messages-key messages --chat-template {template}".split() * has_chats
     indexes = []
     for name, more in (
         ("one", ["--workers", "1"]),
@@ -646,12 +632,7 @@ def test_keys_that_nothing_reads_are_counted(
         *(f"{key} = {json.dumps(value)}" for key, value in source.items()),
     ]
     (tmp_path / "job.toml").write_text("\n".join(lines))
-    job = [
-        "check",
-        str(tmp_path / "job.toml"),
-        f"--tokenizer.path={folder}",
-        "--model.flavor=tiny",
-    ]
+    job = f"check {tmp_path}/job.toml --tokenizer.path={folder} --model.flavor=tiny".split()
     job += ["--data.document_mask=true"] * has_chats
     job += [
         f"--tokenizer.chat_template={template}",

@@ -447,7 +447,7 @@ def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> li
 
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
     monkeypatch.setattr(launch_groups._Group, "_start", start)
-    arguments = [str(ROOT / JOB[0]), "--checkpoint.enable=true", "--training.dataset=synthetic"]
+    arguments = f"{ROOT / JOB[0]} --checkpoint.enable=true --training.dataset=synthetic".split()
     arguments += ["--fault_tolerance.lighthouse=http://x:1", "--training.global_batch_size=-1"]
     assert main(["train", *arguments, "--elastic", *options]) == 0
     return found
@@ -477,9 +477,9 @@ def test_groups_that_would_share_gpus_are_refused(
     message: str,
 ) -> None:
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
-    [line] = shell(
-        f"train {ROOT / JOB[0]} --checkpoint.enable=true --elastic", *options, code=2
-    ).err.splitlines()
+    [line] = shell.refuse(
+        f"train {ROOT / JOB[0]} --checkpoint.enable=true --elastic", *options
+    ).splitlines()
     assert line.startswith("command line: ") and message in line
 
 

@@ -114,6 +114,6 @@ def test_limits_without_room_for_a_prompt_are_refused(pool: Pool, tmp_path: Path
     write_folder(folder := tmp_path / "hf", SHAPES["llama3"], scripts={}, positions=64)
     tasks = {"long": FREE + "generation_kwargs: {until: ['x'], max_gen_toks: 64}\n"}
     include = write(tmp_path / "tasks", tasks)
-    argv = [str(folder), "--tasks", "long", "--include-path", include]
+    argv = [*f"{folder} --tasks long --include-path".split(), include]
     [found] = pool.run(1, refusal, argv)
     assert "max_gen_toks 64 leaves no room for a prompt in training.seq_len = 64" in found

@@ -18,7 +18,7 @@ from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.layouts import RING, Layout, cp, fsdp, job_of, tp
 from tests.support.ranks import Pool
-from tests.support.trainers import PoolTrainer, Trainer
+from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.checkpoint.state import model_state
 from titan.checkpoint.tensors import load as checkpoints_load
 from titan.checks.rules import check, check_to_run
@@ -263,10 +263,8 @@ def test_generate_draws_what_the_run_drew(tmp_path: Path, shell: Shell) -> None:
         average={"enable": True, "decay": 0.5},
         checkpoint={"interval": 2},
     )
-    trainer = Trainer(config)
-    assert trainer.run() == 0
-    trainer.close()
-    run = ["--checkpoint", str(tmp_path / "run"), "--average", "--device", "cpu"]
+    run_to_end(Trainer(config))
+    run = f"--checkpoint {tmp_path}/run --average --device cpu".split()
     assert generate([*run, "--output", str(tmp_path / "all.png")]) == 0
     drawn = (tmp_path / "run/samples/step-2.png").read_bytes()
     assert (tmp_path / "all.png").read_bytes() == drawn

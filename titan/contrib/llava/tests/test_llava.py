@@ -310,14 +310,7 @@ def test_generates_what_transformers_does_of_a_picture(
     assert made.token_to_id("<image>") == TOKEN
     reader = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
     reader.save_pretrained(theirs)
-    command = [
-        "--checkpoint",
-        str(theirs),
-        "--image",
-        str(folder / "3.png"),
-        "--temperature",
-        "0",
-    ]
+    command = f"--checkpoint {theirs} --image {folder}/3.png --temperature 0".split()
     assert generate([*command, "--prompt", prompt, "--max-new-tokens", "12"]) == 0
     text = prompt if "<image>" in prompt else "<image>" + prompt
     ids = reader(text.replace("<image>", "<image>" * PATCHES), return_tensors="pt")["input_ids"]

@@ -259,7 +259,7 @@ def test_in_python_and_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[
         "h100-sxm",
         *options,
     ]
-    assert main([*command, "--json", str(target), "--trace", str(tmp_path), "--quiet"]) == 0
+    assert main([*command, *f"--json {target} --trace {tmp_path} --quiet".split()]) == 0
     facts = json.loads(target.read_text())
     assert facts["step_time_s"] == simulation.timeline.step_s
     assert facts["layout"] == "fsdp 8" and [*facts["comm"]["by_axis"]] == ["fsdp"]
@@ -294,8 +294,8 @@ def test_mistakes_are_one_line(
     (tmp_path / "faulty.py").write_text(FAULTY)
     options = [option.replace("FILE", str(tmp_path / "faulty.py")) for option in options]
     line, *rest = (
-        shell("sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet", code=2)
-        .err.strip()
+        shell.refuse("sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet")
+        .strip()
         .splitlines()
     )
     assert message in line and rest in ([], ["1 problem"])

@@ -60,7 +60,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = sorted(Path(json.__file__).parent.parent.glob("*.py"))[:60]
     rows = [json.dumps({"text": source.read_text("utf-8")[:4000]}) for source in sources]
     (assets / "c4_test/data.json").write_text("\n".join(rows) + "\n")
-    train = ["train", "--input", str(sources[0]), "--vocab-size", "300"]
+    train = f"train --input {sources[0]} --vocab-size 300".split()
     assert tokenizer_main([*train, "--output", str(assets / "tokenizer")]) == 0
     for file, text in TABLE["files"].items():
         (root / file).write_text(text)

@@ -273,10 +273,7 @@ def test_many_runs_make_no_larger_page(tmp_path: Path) -> None:
 
 def test_once_writes_a_page_that_no_text_can_break(run_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    assert (
-        main(["watch", str(run_dir), str(run_dir.parent / "run" / "."), "--once", str(file)])
-        == 0
-    )
+    assert main(f"watch {run_dir} {run_dir.parent}/run/. --once {file}".split()) == 0
     page = file.read_text()
     assert page.count("<script>") == page.count("</script>") == 1 and "<img" not in page
     text = page.partition("const STATIC = ")[2].partition(";\n")[0]
@@ -290,15 +287,15 @@ def test_mistakes_are_one_line(tmp_path: Path, run_dir: Path, capsys: Any) -> No
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["watch", str(run_dir), "--port", str(port)]) == 2
+        assert main(f"watch {run_dir} --port {port}".split()) == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
-    assert main(["watch", str(run_dir), "--once", str(tmp_path / "no" / "x.html")]) == 2
+    assert main(f"watch {run_dir} --once {tmp_path}/no/x.html".split()) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_no_torch_is_imported(run_dir: Path, tmp_path: Path) -> None:
     code = "import sys; from titan.contrib.watch.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    command = [sys.executable, "-c", code, str(run_dir), "--once", str(tmp_path / "x.html")]
+    command = [sys.executable, "-c", code, *f"{run_dir} --once {tmp_path}/x.html".split()]
     assert subprocess.check_output(command, text=True).endswith("False\n")
 
 
@@ -321,7 +318,7 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
     rows = [{"event": event, "step": step, "unix_s": unix_s} for event, step, unix_s in again]
     lines(other / "events.jsonl", *rows)
     file = tmp_path / "page.html"
-    assert main(["watch", str(run_dir), str(other), "--once", str(file)]) == 0
+    assert main(f"watch {run_dir} {other} --once {file}".split()) == 0
     command = ["node", str(Path(__file__).with_name("page.js")), str(file)]
     shown = subprocess.check_output(command, text=True, timeout=60).splitlines()
     assert (
@@ -359,7 +356,7 @@ def test_the_page_is_no_wider_than_a_telephone(run_dir: Path, tmp_path: Path) ->
     other = tmp_path / "a_run_with_a_name_that_is_wider_than_others"
     shutil.copytree(run_dir, other)
     page, frame = tmp_path / "page.html", tmp_path / "frame.html"
-    assert main(["watch", str(run_dir), str(other), "--once", str(page)]) == 0
+    assert main(f"watch {run_dir} {other} --once {page}".split()) == 0
     # A window cannot be this narrow, but a frame in it can.
     measure = "document.title = frames[0].document.documentElement.scrollWidth + ' px'"
     frame.write_text(
