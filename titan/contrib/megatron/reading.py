@@ -98,12 +98,12 @@ class MegatronTensor:
 
     Attributes:
         stored: its chunks.
-        is_row: whether it is a layer of a stack: its first dimension is 1 and is dropped.
+        row: number of the layer in these chunks; None: the tensor is no stack.
         whole: shape of a tensor that is stored by flattened shards, or None.
     """
 
     stored: StoredTensor
-    is_row: bool = False
+    row: int | None = None
     whole: tuple[int, ...] | None = None
 
 
@@ -171,7 +171,7 @@ class MegatronFolder:
             raise CheckpointError(
                 f"{self.path}: {name} is {entry.stored.dtype}, which is not read"
             )
-        return tensor[0] if entry.is_row else tensor
+        return tensor if entry.row is None else tensor[entry.row]
 
 
 def digest(tensor: Tensor) -> str:
@@ -207,14 +207,7 @@ def open_folder(path: Path) -> MegatronFolder:
             "with --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
         )
     sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
-    metadata, entries = _read_index(folder)
-    for name, entry in entries.items():
-        if problem := tensor_index.problem_of(entry.stored, sizes):
-            raise CheckpointError(f"{folder}: {printable(name, 200)} {problem}")
-    # Chunks that share bytes could make tensors of any size.
-    used = sum(chunk.num_bytes for entry in entries.values() for chunk in entry.stored.chunks)
-    if used > sum(sizes.values()):
-        raise CheckpointError(f"{folder}: its tensors take {used:,} bytes, more than the files")
+    metadata, entries = _read_index(folder, sizes)
     others = [
         name
         for name, entry in metadata.state_dict_metadata.items()
@@ -250,7 +243,9 @@ def _newest(path: Path) -> Path:
     return folder
 
 
-def _read_index(folder: Path) -> tuple[Metadata, dict[str, MegatronTensor]]:
+def _read_index(
+    folder: Path, sizes: dict[str, int]
+) -> tuple[Metadata, dict[str, MegatronTensor]]:
     """Return DCP's index, and its checked form of the tensors."""
     where = folder / ".metadata"
     data = read_file(where, limit=_MAX_BYTES)
@@ -264,6 +259,13 @@ def _read_index(folder: Path) -> tuple[Metadata, dict[str, MegatronTensor]]:
         # The values of a pickle may be of any type, so the index is read again as JSON is.
         text = tensor_index.render(index_of(Metadata({**tensors}), metadata.storage_data))
         index = parse_json(text, TensorIndex, name=where, values=len(text))
+        for name, tensor in index.tensors.items():
+            if problem := tensor_index.problem_of(tensor, sizes):
+                raise ValueError(f"{name} {problem}")
+        # Chunks that share bytes could make tensors of any size.
+        used = sum(chunk.num_bytes for of in index.tensors.values() for chunk in of.chunks)
+        if used > sum(sizes.values()):
+            raise ValueError(f"its tensors take {used:,} bytes, more than the files")
         return metadata, dict(_by_layer(index, metadata))
     # A damaged pickle may raise any error.
     except Exception as error:
@@ -279,19 +281,21 @@ def _by_layer(index: TensorIndex, metadata: Metadata) -> Iterator[tuple[str, Meg
         whole = flattened.get(full_name, {}).get("nd_reformulated_orig_global_shape")
         whole = tuple(whole) if whole else None
         stacked = _STACKED.fullmatch(name)
-        if stacked is None or not tensor.size:
+        if stacked is None or not tensor.chunks:
             yield name, MegatronTensor(tensor, whole=whole)
             continue
+        # Of stacks that were saved as wholes, each layer is read with all others.
+        is_split = all(chunk.sizes[0] == 1 for chunk in tensor.chunks)
         rows = defaultdict(list)
         for chunk in tensor.chunks:
-            rows[chunk.offsets[:1]].append(chunk._replace(offsets=(0, *chunk.offsets[1:])))
-        for (layer,), chunks in rows.items():
-            row = StoredTensor(tensor.dtype, (1, *tensor.size[1:]), chunks)
-            shape = (1, *whole[1:]) if whole else None
-            yield (
-                f"{stacked[1]}{layer}.{stacked[2]}",
-                MegatronTensor(row, is_row=True, whole=shape),
-            )
+            rows[chunk.offsets[0]].append(chunk._replace(offsets=(0, *chunk.offsets[1:])))
+        for layer in range(tensor.size[0]):
+            full = f"{stacked[1]}{layer}.{stacked[2]}"
+            if is_split:
+                row = StoredTensor(tensor.dtype, (1, *tensor.size[1:]), rows[layer])
+                yield full, MegatronTensor(row, row=0, whole=whole and (1, *whole[1:]))
+            else:
+                yield full, MegatronTensor(tensor, row=layer, whole=whole)
 
 
 def _read_objects(folder: Path, file: str, first: int, num_bytes: int) -> Any:

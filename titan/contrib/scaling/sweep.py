@@ -51,8 +51,6 @@ def run(every: list[Trial], options: Namespace) -> int:
     """Run what is not done, and return the exit code."""
     todo = [trial for trial in every if trial.state not in ("done", "diverged")]
     print(f"{len(every) - len(todo)} of {len(every)} runs are done", flush=True)
-    if options.ray:
-        return execute.run_on_ray(todo, options.ray, processes=options.nproc)
     if not todo:
         return 0
     return execute.run_here(todo, at_a_time=options.jobs, processes=options.nproc)

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from tests.support.hf_families import whole_weights
 from tests.support.ranks import Pool
+from tests.support.runs import saved_tensors
 from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
 from titan.config.load import load_config
 from titan.contrib.megatron.convert import from_megatron
-from titan.contrib.megatron.tests.reference import MegatronRun
+from titan.contrib.megatron.tests.reference import MegatronRun, write_model_space
 from titan.contrib.megatron.tests.reference import megatron as megatron
 from titan.data.packing import Batch
 from titan.numerics.certify.steps import micro_batches
@@ -203,18 +204,28 @@ def test_on_other_layouts_too(
     check(megatron(variant), tmp_path / "out", pool, {axis: 2})
 
 
-def test_weights_of_a_short_model_are_the_masters(
-    megatron: Callable[..., MegatronRun], tmp_path: Path
+@pytest.mark.parametrize("variant", ["tp2", "pp2", "dp2", "older form of dp2", "bf16_dp2"])
+def test_the_state_is_megatrons(
+    megatron: Callable[..., MegatronRun], variant: str, tmp_path: Path
 ) -> None:
-    from tests.support.runs import saved_tensors
-
-    run = megatron("bf16_dp2")
+    """Bit for bit. Weights of a model in bf16 are the optimizer's, in fp32."""
+    is_older = variant.startswith("older")
+    run = megatron("dp2" if is_older else variant)
+    if is_older:
+        older = tmp_path / "older"
+        write_model_space(run.iteration, older)
+        run = MegatronRun(older, older, run.reference)
     converted(run, tmp_path / "out")
     found = saved_tensors(tmp_path / "out" / "checkpoint" / "step-2")
-    masters = run.reference["state"][2]["param"]
-    for name, theirs in masters.items():
-        ours = {key.removeprefix("model."): tensor for key, tensor in found.items()}
-        assert theirs.dtype == torch.float32 and as_megatron(name, ours).equal(theirs), name
+    for kind, theirs in run.reference["state"][2].items():
+        ours = {
+            re.sub(rf"^model\.|^optimizer\.|\.{kind}$", "", name): tensor
+            for name, tensor in found.items()
+            if name.startswith("model.") == (kind in ("param", "buffer"))
+            and (kind in ("param", "buffer") or name.endswith(f".{kind}"))
+        }
+        for name, tensor in theirs.items():
+            assert tensor.dtype == torch.float32 and as_megatron(name, ours).equal(tensor), name
 
 
 def test_buckets_are_refused(megatron: Callable[..., MegatronRun], tmp_path: Path) -> None:

@@ -321,7 +321,7 @@ def test_the_job_has_the_keys(
 
 def test_older_names_and_skipped_steps(tmp_path: Path) -> None:
     args = arguments(norm_epsilon=1e-6)
-    del args.layernorm_epsilon
+    vars(args).pop("layernorm_epsilon")
     optimizer = {"state": {"common_step": torch.tensor(2)}, "param_groups": [{"step": 3}]}
     state = {"optimizer": optimizer, "opt_param_scheduler": schedule(num_steps=8)}
     write(tmp_path / "run", args=args, common=state)

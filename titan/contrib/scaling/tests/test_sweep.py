@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +17,8 @@ from titan.base.untrusted import InputError
 from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.contrib.scaling import results, trials
-from titan.contrib.scaling.execute import run_here, run_on_ray
+from titan.contrib.scaling.execute import run_here
 from titan.contrib.scaling.results import Setting
-from titan.ops.run_lock import RunLock
 
 JOB = """
 [model]
@@ -225,81 +221,3 @@ def test_losses_on_other_text_do_not_compare() -> None:
         "training.dataset=a optimizer.lr=1 is 1.0000 nats below"
     )
     assert results.verdict(groups).startswith("runs differ in training.dataset")
-
-
-def test_no_cluster_at_the_address() -> None:
-    with pytest.raises(InputError, match=r"--ray: no Ray cluster answers at '127\.0\.0\.1:1'"):
-        run_on_ray([], "127.0.0.1:1", processes=1)
-
-
-def test_sigterm_cancels_the_tasks_of_ray_and_orphans_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As Ctrl-C does; and a run whose lock is held is said to go on."""
-
-    class Ray:
-        def __init__(self) -> None:
-            self.cancelled: list[str] = []
-
-        def remote(self, **_: object) -> object:
-            return lambda _: SimpleNamespace(remote=lambda trial: trial.name)
-
-        def wait(self, tasks: list[str], **_: object) -> object:
-            if not self.cancelled:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return tasks, []
-
-        def cancel(self, task: str) -> None:
-            self.cancelled.append(task)
-
-        def cluster_resources(self) -> dict[str, float]:
-            return {}
-
-        def shutdown(self) -> None: ...
-
-    ray, two = Ray(), [trials.Trial(name, {}, 0, 12, tmp_path) for name in ("a", "b")]
-    RunLock(two[1].run).acquire()
-    monkeypatch.setattr("titan.contrib.scaling.execute.connect", lambda *_, **__: ray)
-    assert run_on_ray(two, "auto", processes=1) == 75
-    assert ray.cancelled == ["a", "b"]
-    assert capsys.readouterr().out.startswith(
-        "b: goes on since an earlier command; its task waits"
-    )
-
-
-@pytest.mark.slow
-def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path) -> None:
-    """SIGTERM stops the tasks, whose runs save, and the same command finishes them."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    folder = tmp_path / "sweep"
-    words = [sys.executable, *f"-m titan.cli sweep {job} --folder={folder}".split()]
-    words += [
-        "--training.steps=600",
-        "--set=optimizer.lr=1e-3,3e-3",
-        f"--ray={cluster.address}",
-    ]
-    try:
-        process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        deadline = time.monotonic() + 240
-        while len([*folder.glob("lr=*/metrics.jsonl")]) < 2:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=240)
-        assert process.returncode == 75 and "stopping: runs save a checkpoint" in said
-        stopped = {name: row["step"] for name, row in rows_of(folder).items()}
-        assert len(stopped) == 2 and all(0 < step < 600 for step in stopped.values())
-        again = finished(words, timeout=400, code=None)
-        assert again.returncode == 0 and "optimizer.lr=3e-3" in again.stdout
-    finally:
-        cluster.shutdown()
-    for name, step in stopped.items():
-        events = map(json.loads, (folder / name / "events.jsonl").read_text().splitlines())
-        starts = [event["step"] for event in events if event["event"] in ("start", "resume")]
-        assert len(starts) == 2 and starts[0] == 0 and starts[1] >= step
-        assert rows_of(folder)[name]["step"] == 600
