@@ -35,6 +35,7 @@ from titan.checks.layout_rules import resolve_layout
 from titan.config.schema import CheckpointSection, JobConfig, LRSchedulerSection
 from titan.contrib.transformers import build_model
 from titan.contrib.transformers.certify import EarliestOfEqual
+from titan.contrib.transformers.config import TransformersConfig
 from titan.data.packing import Batch
 from titan.optim.schedule import learning_rate_factor
 from titan.parallel import build_mesh, initialize, materialize
@@ -123,7 +124,6 @@ def job_of(
         "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
         "activation_checkpoint": {"mode": "none"},
         "loss": {"chunk_output": False},
-        "sparse_attention": {"loss_coeff": 0.0},  # which transformers does not have
         "model": {"name": "transformers", **model},
         "parallelism": {
             "pipeline_parallel_degree": get("pp", 1),
@@ -135,7 +135,12 @@ def job_of(
     }
     for name, keys in (more or {}).items():
         sections[name] = {**sections.get(name, {}), **keys}
-    return JobConfig.model_validate(sections)
+    job = JobConfig.model_validate(sections)
+    sizes = job.model.known_sizes
+    # transformers has no loss of the indexer.
+    if isinstance(sizes, TransformersConfig) and sizes.index_width:
+        job = JobConfig.model_validate({"sparse_attention": {"loss_coeff": 0.0}, **sections})
+    return job
 
 
 def std_of(name: str) -> float:

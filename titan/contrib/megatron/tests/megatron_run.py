@@ -550,7 +550,8 @@ def run_step(args: argparse.Namespace, model, optimizer, scheduler, tokens) -> d
 
     def loss_func(output):
         loss = output.float().mean()
-        return loss, {"loss": loss.detach()}
+        # The schedule divides the loss in place by the number of micro-batches.
+        return loss, {"loss": loss.detach().clone()}
 
     def forward_step(iterator, stage):
         batch = next(iterator)
