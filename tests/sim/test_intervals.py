@@ -196,7 +196,9 @@ def test_commands_print_the_interval(
     assert re.search(r"  speed     [\d,]+ tokens/s/GPU \([\d,.]+ to [\d,.]+\), ", printed)
     assert f"should be in the range; most of its width is from {reason}" in printed
     # A profile without runs: said first, and wider.
-    assert shell(f"sim {given} --hardware=mi300x --json=mi300x.json").out.splitlines()[0].startswith("UNSUPPORTED PROFILE mi300x: its main figures have no sources")  # fmt: skip
+    assert shell(f"sim {given} --hardware=mi300x --json=mi300x.json").out.startswith(
+        "UNSUPPORTED PROFILE mi300x: its main figures have no sources"
+    )
     other = json.loads((tmp_path / "mi300x.json").read_text())["interval"]
     assert other["high"] / other["low"] > interval["high"] / interval["low"]
     lines = shell(f"check {given} --hardware=mi300x").out.splitlines()

@@ -20,7 +20,7 @@ def tabled(names: str, **how: Any) -> Callable[[Callable[..., None]], Any]:
 
     Args:
         names: the arguments that a row gives, with commas.
-        how: what pytest's `parametrize` takes besides, as `ids`.
+        how: further arguments of pytest's `parametrize`, such as `ids`.
     """
 
     def decorate(test: Callable[..., None]) -> Any:

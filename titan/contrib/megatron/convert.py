@@ -118,7 +118,7 @@ class NamedTensors:
 
 @dataclass(frozen=True)
 class MegatronJob:
-    """What a checkpoint becomes.
+    """Job and model that a checkpoint of Megatron becomes.
 
     Attributes:
         config: config.json of the model.

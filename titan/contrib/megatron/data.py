@@ -7,8 +7,8 @@ int64 document marks: the number of each document's first sequence, and the numb
 
     lengths 3 2 4    offsets 0 6 10    document marks 0 1 3
 
-The ids are mapped as they are: nothing is copied, and no id is added. Documents are told apart by the end-of-text id at their
-end, which is also what Megatron's own masks look for. The last documents are held out for validation, as Megatron's --split does.
+The ids are mapped without a copy, and no id is added. The end-of-text id marks where documents end, as
+for Megatron's own masks. The last documents are held out for validation, as Megatron's --split does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MegatronTokens(TokenShards):
             options: options of the job.
 
         Raises:
-            DataError: the files are damaged, or their documents cannot be told apart.
+            DataError: the files are damaged, or no end-of-text id marks their documents.
         """
         eos_id, data = options.tokenizer.eos_id, options.data
         tokens, ends = read_files(path)

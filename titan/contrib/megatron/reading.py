@@ -54,7 +54,7 @@ _STACKED = re.compile(r"(.*\bdecoder\.layers\.)(\D.*)")
 
 
 class Unread:
-    """Stand-in for an object of a class that is not read, such as an enum of Megatron. It keeps the object's fields."""
+    """Object of a class that is not imported, such as an enum of Megatron. It has the fields of the original."""
 
     def __init__(self, *values: Any, **fields: Any) -> None:
         self.values = values

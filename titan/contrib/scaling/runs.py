@@ -1,4 +1,4 @@
-"""What runs have in common, so that their losses compare, and what their rows say."""
+"""Settings that runs must share so that their losses compare, and the losses in their rows."""
 
 from __future__ import annotations
 

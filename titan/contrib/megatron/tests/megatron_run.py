@@ -40,7 +40,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclasses.dataclass
 class Variant:
-    """What to train, how to lay it out, and how to save it."""
+    """Model, layout and format of a run."""
 
     tp: int = 1
     pp: int = 1

@@ -37,7 +37,7 @@ class MegatronRun:
 
 
 def train_megatron(out: Path, variant: str, *changes: str) -> MegatronRun:
-    """Train a variant in processes of its own.
+    """Train a variant in new processes.
 
     Args:
         out: an empty folder.
@@ -119,7 +119,7 @@ def write_model_space(iteration: Path, out: Path) -> None:
             state[key] = table.reshape(*shards[weight], -1)
             extra[key] = {"nd_reformulated_orig_global_shape": tuple(tensor.shape)}
     dcp.save(state, checkpoint_id=out, no_dist=True)
-    # Megatron keeps the shapes of the weights in an attribute of its own.
+    # Megatron keeps the shapes of the weights in the attribute mcore_data.
     file = out / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     metadata.mcore_data = extra

@@ -135,7 +135,7 @@ def train(output: Path, tokens: dict[int, Tensor], degrees: dict[str, int]) -> d
 
 
 def compare(results: list[dict[str, Any]], run: MegatronRun) -> None:
-    """Hold the ranks' steps against Megatron's."""
+    """Compare the ranks' steps with Megatron's."""
     reference = run.reference
     for number in (3, 4):
         expected = reference["steps"][number]

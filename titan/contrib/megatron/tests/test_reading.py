@@ -155,7 +155,6 @@ def test_hashes_are_those_of_a_second_conversion(tmp_path: Path) -> None:
         json.loads((tmp_path / n / "megatron.json").read_text()) for n in ("one", "two")
     )
     assert one["megatron"] == two["megatron"] and one["titan"] == two["titan"]
-    assert len(one["megatron"]) == 45
 
 
 def write_tokenizer(file: Path, *, size: int) -> None:
@@ -168,9 +167,6 @@ def write_tokenizer(file: Path, *, size: int) -> None:
 ARGUMENTS = {
     "normalization": ("LayerNorm", "normalization = LayerNorm"),
     "swiglu": (False, "swiglu = False"),
-    "add_bias_linear": (True, "add_bias_linear = True"),
-    "rotary_percent": (0.5, "rotary_percent = 0.5"),
-    "rotary_interleaved": (True, "rotary_interleaved = True"),
     "position_embedding_type": ("learned_absolute", "position_embedding_type"),
     "window_size": ((128, 0), "window_size"),
     "optimizer": ("muon", "optimizer muon"),
@@ -386,6 +382,11 @@ def move(metadata: Any, **changes: Any) -> None:
     vars(info).update(changes)
 
 
+def share(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        vars(info).update(offset=0, length=10**5)
+
+
 def pipe(file: Path) -> None:
     file.unlink()
     os.mkfifo(file)
@@ -452,6 +453,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "model.norm.weight is not finite",
     ),
+    "chunks that share bytes": (lambda f: changed_index(f, share), "more than the files"),
     "bytes that are no tensor": (
         lambda f: (f / "__0_0.distcp").write_bytes(b"x" * (f / "__0_0.distcp").stat().st_size),
         "cannot be read",

@@ -235,7 +235,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [TOKENS, BLOCKS], ids=["tokens", "blocks"])
 def test_memory_grows_with_the_length_and_not_with_its_square(kind: dict[str, Any]) -> None:
-    """Of what is kept for the backward pass, and of the largest tensor of both passes."""
+    """The tensors saved for the backward pass, and the largest tensor of both passes."""
     kept, most = [], []
     for length in (1024, 2048):
         sparse = SparseAttention(**kind)
