@@ -216,7 +216,7 @@ def _compiles_model(config: JobConfig) -> bool:
 
 def _schedule(config: JobConfig) -> Violations:
     """Check the settings that a schedule's order of actions rules out, also for a schedule from a file."""
-    parallel, ac = config.parallelism, config.activation_checkpoint
+    parallel = config.parallelism
     name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
     try:
         canonical_schedule(name, csv=file)
@@ -235,16 +235,6 @@ def _schedule(config: JobConfig) -> Violations:
             "fsdp_reshard_after_forward",
             f'"always" gives wrong gradients {why}; use "default"',
         )
-    # A compiled block has one backward function, which torch cannot split.
-    if _compiles_model(config):
-        yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
-    # torch cannot split such a backward pass either, nor that of memory_budget; docs/architecture.md.
-    if ac.mode == "selective" and ac.selective_ac_option == "op":
-        fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
-        yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'
-    if ac.mode == "memory_budget":
-        fix = 'use "full" or "none", or schedule 1F1B'
-        yield "activation_checkpoint.mode", f'"memory_budget" keeps no graph {why}; {fix}'
 
 
 def _tensor(config: JobConfig) -> Violations:
