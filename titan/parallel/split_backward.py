@@ -69,6 +69,7 @@ class _InputPass:
         self._read.clear()
 
 
+_NOTHING = torch.empty(0)
 _input_pass: _InputPass | None = None
 
 
@@ -79,7 +80,7 @@ def _unpack(saved: _Saved) -> Tensor:
     if _input_pass is not None:
         _input_pass.reads(saved)
     # A compiled block runs again in W, and reads nothing of what it saved.
-    return torch.empty(0) if value is None else value
+    return _NOTHING if value is None else value
 
 
 @contextmanager
@@ -303,7 +304,7 @@ def _placeholder(node: Any) -> Any:
     value = node.meta["val"] if isinstance(node, fx.Node) else node
     if not isinstance(value, Tensor):  # None, or the mesh of a DTensor
         return value
-    return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 @dataclass
