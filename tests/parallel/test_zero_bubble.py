@@ -97,7 +97,9 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         schema = getattr(func, "_schema", None)
         is_view = schema is None or any(r.alias_info for r in schema.returns)
         if not is_view and "empty" not in str(func):
@@ -132,7 +134,9 @@ class Blocks(nn.Module):
         return x
 
 
-def measured(compiled: str, recompute: str, *, split: bool) -> tuple[Counter[str], int, list[Tensor]]:
+def measured(
+    compiled: str, recompute: str, *, split: bool
+) -> tuple[Counter[str], int, list[Tensor]]:
     """Operations of a backward pass, bytes between its two parts, and gradients: of the input and of weights."""
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -178,7 +182,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("compiled", "recompute"), CASES)
-def test_each_operation_runs_once_and_what_w_reads_is_kept(compiled: str, recompute: str) -> None:
+def test_each_operation_runs_once_and_what_w_reads_is_kept(
+    compiled: str, recompute: str
+) -> None:
     whole, _, expected = measured(compiled, recompute, split=False)
     split, between, found = measured(compiled, recompute, split=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -186,5 +192,7 @@ def test_each_operation_runs_once_and_what_w_reads_is_kept(compiled: str, recomp
     # Of each product its operand and its gradient, of three that read one tensor this one. torch's norms keep both, compiled ones nothing.
     products = 2 * (5 * D + 3 * F + A)
     norms = 2 * 2 * 2 * D if compiled == "eager" else 0
-    assert between - 4 * N * (products + norms) in range(1024)  # gradients of the norms' weights
+    assert between - 4 * N * (products + norms) in range(
+        1024
+    )  # gradients of the norms' weights
     assert len(found) == 1 + 2 * 9

@@ -29,18 +29,15 @@ from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 
-Edge = tuple[Node, int]
+_FUNCTION = torch._C._FunctionBase  # a Python function in autograd's graph
 
 
+@dataclass(eq=False)
 class _Saved:
     """A tensor that the forward pass saved for the backward pass. It can be freed while the graph lives."""
 
-    __slots__ = ("__weakref__", "recompute", "value")
-
-    def __init__(
-        self, value: Tensor | None, recompute: Callable[[], None] | None = None
-    ) -> None:
-        self.value, self.recompute = value, recompute
+    value: Tensor | None
+    recompute: Callable[[], None] | None = None
 
 
 class _InputPass:
@@ -64,12 +61,10 @@ class _InputPass:
             self._read.append(saved)
 
     def free(self) -> None:
-        for saved in self._read:
-            saved.value = None
-        self._read.clear()
+        while self._read:
+            self._read.pop().value = None
 
 
-_NOTHING = torch.empty(0)
 _input_pass: _InputPass | None = None
 
 
@@ -80,7 +75,7 @@ def _unpack(saved: _Saved) -> Tensor:
     if _input_pass is not None:
         _input_pass.reads(saved)
     # A compiled block runs again in W, and reads nothing of what it saved.
-    return _NOTHING if value is None else value
+    return torch.empty(0) if value is None else value
 
 
 @contextmanager
@@ -96,34 +91,30 @@ class _Recomputed(saved_tensors_hooks):
     def __init__(self, frame: Any) -> None:
         self.frame: Any = frame
         self.saved: list[weakref.ref[_Saved]] = []
+        super().__init__(self._pack, _unpack)
 
-        def pack(value: Tensor) -> _Saved:
-            saved = _Saved(None, self._recompute)
-            self.saved.append(weakref.ref(saved))
-            return saved
-
-        super().__init__(pack, _unpack)
+    def _pack(self, _: Tensor) -> _Saved:
+        saved = _Saved(None, self._recompute)
+        self.saved.append(weakref.ref(saved))
+        return saved
 
     def _recompute(self) -> None:
-        missing = iter(self.saved)
-        waits = len(self.saved)
+        frame, self.frame = self.frame, None
+        missing = [saved() for saved in reversed(self.saved)]
 
         def fill(value: Tensor) -> None:
-            nonlocal waits
-            saved, waits = next(missing)(), waits - 1
-            if saved is not None:
+            if (saved := missing.pop()) is not None:
                 saved.value, saved.recompute = value.detach(), None
-            if not waits:
+            if not missing:
                 raise _Stop
 
-        frame, self.frame = self.frame, None
-        with saved_tensors_hooks(fill, _unpack), torch.enable_grad():
-            try:
+        try:
+            with saved_tensors_hooks(fill, _unpack), torch.enable_grad():
                 torch_compat.recompute(frame)
-            except _Stop:
-                return
+        except _Stop:
+            return
         raise RuntimeError(
-            f"a recomputed block saved {waits} tensors fewer than its forward pass"
+            f"a recomputed block saved {len(missing)} tensors fewer than its forward pass"
         )
 
 
@@ -137,12 +128,12 @@ class WeightPass:
 
     Attributes:
         later: operations that compute gradients of weights: the operation, the gradients of its results, and the weights.
-        found: gradients that I has found, with the edges that they belong to.
+        found: gradients that I has found, and the edges that they belong to.
         owners: edges that keep the graph alive, since a Python function in it does not.
     """
 
     later: list[tuple[Node, tuple[Tensor | None, ...], list[Tensor]]]
-    found: list[tuple[Edge, Tensor]]
+    found: list[tuple[GradientEdge, Tensor]]
     owners: list[GradientEdge]
 
 
@@ -153,41 +144,35 @@ def backward_input(
 
     Args:
         outputs: outputs of the stage, or its loss.
-        gradients: their gradients. None: ones.
+        gradients: their gradients. None: the output is a loss, a scalar.
         inputs: inputs of the stage, tensors with and without gradients, and other values.
 
     Returns:
         The gradient of each input, or None, and what `backward_weight` takes.
     """
     global _input_pass
-    pairs = [
-        (x, torch.ones_like(x) if gradients is None else gradients[n])
-        for n, x in enumerate(outputs)
-        if x.requires_grad
-    ]
+    given = gradients or [None] * len(outputs)
+    pairs = [(x, g) for x, g in zip(outputs, given, strict=True) if x.requires_grad]
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     owners = [get_gradient_edge(x) for x, _ in pairs]
-    path = torch_compat.nodes_between(
-        [edge.node for edge in owners], [get_gradient_edge(x).node for x in wanted]
-    )
+    ends = [get_gradient_edge(x).node for x in wanted]
+    path = torch_compat.nodes_between([edge.node for edge in owners], ends)
     branches = {node: _branches(node, path) for node in path}
     users = Counter(node for _, below in branches.values() for node in below)
-    now: dict[Edge, Node] = {}
-    functions: set[Node] = set()
-    later: dict[Node, list[Tensor]] = {}
+    now: dict[tuple[Node, int], Any] = {}
+    later: dict[Any, list[Tensor]] = {}
     for node, (edges, below) in branches.items():
         is_shared = any(users[n] > 1 for n in below)
-        is_function = isinstance(node, torch._C._FunctionBase)
-        if edges and (is_shared or is_function):
+        if is_shared or isinstance(node, _FUNCTION):
             now |= dict.fromkeys(edges, node)
         if edges and not is_shared:
             later[node] = [n.variable for n in below if hasattr(n, "variable")]
-        if edges and is_function and not is_shared:
-            functions.add(node)
-            node.kept_for_weights = None
-    given: dict[Node, Any] = {}
-    hooks = [node.register_prehook(partial(given.__setitem__, node)) for node in later]
-    before, _input_pass = _input_pass, _InputPass(later.keys() - functions)
+            if isinstance(node, _FUNCTION):
+                node.kept_for_weights = None
+    seen: dict[Node, Any] = {}
+    hooks = [node.register_prehook(partial(seen.__setitem__, node)) for node in later]
+    kept = {node for node in later if not isinstance(node, _FUNCTION)}
+    before, _input_pass = _input_pass, _InputPass(kept)
     try:
         found = torch.autograd.grad(
             [x for x, _ in pairs],
@@ -203,22 +188,19 @@ def backward_input(
             hook.remove()
     for x in outputs:
         x.detach_()
-    again = {n for n in later if n not in functions or n.kept_for_weights is not None}
+    # Of the functions, compiled blocks run again.
+    kept |= {n for n in later if getattr(n, "kept_for_weights", None) is not None}
+    of_weights = zip(now.items(), found[len(wanted) :], strict=True)
     work = WeightPass(
-        [(n, given[n], later[n]) for n in again if n in given],
-        [
-            (edge, gradient)
-            for (edge, node), gradient in zip(now.items(), found[len(wanted) :], strict=True)
-            if gradient is not None and node not in again
-        ],
+        [(n, seen[n], later[n]) for n in kept if n in seen],
+        [(GradientEdge(*e), g) for (e, n), g in of_weights if g is not None and n not in kept],
         owners,
     )
-    of_inputs = iter(found)
-    each = (next(of_inputs) if any(x is w for w in wanted) else None for x in inputs)
-    return tuple(each), work
+    of_inputs = dict(zip(map(id, wanted), found, strict=False))
+    return tuple(of_inputs.get(id(x)) for x in inputs), work
 
 
-def _branches(node: Node, path: set[Node]) -> tuple[list[Edge], set[Node]]:
+def _branches(node: Node, path: set[Node]) -> tuple[list[tuple[Node, int]], set[Node]]:
     """Return the edges of an operation that lead to weights alone, and all that lies below them."""
     edges = [(n, k) for n, k in node.next_functions if n is not None and n not in path]
     below, rest = set(), [n for n, _ in edges]
@@ -232,13 +214,12 @@ def _branches(node: Node, path: set[Node]) -> tuple[list[Edge], set[Node]]:
 def backward_weight(work: WeightPass) -> None:
     """Add the gradients of the weights that `backward_input` left."""
     if work.found:
-        edges, gradients = zip(*work.found, strict=True)
-        torch_compat.run_backward([GradientEdge(*edge) for edge in edges], gradients)
+        torch_compat.run_backward(*zip(*work.found, strict=True))
         work.found.clear()
     while work.later:
         node, given, weights = work.later.pop()
-        roots = [(GradientEdge(node, n), g) for n, g in enumerate(given) if g is not None]
-        torch_compat.run_backward([r for r, _ in roots], [g for _, g in roots], weights)
+        pairs = [(GradientEdge(node, n), g) for n, g in enumerate(given) if g is not None]
+        torch_compat.run_backward(*zip(*pairs, strict=True), weights)
 
 
 def splitting_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,27 +254,33 @@ def _compile_parts(
     example: Sequence[Any],
 ) -> Callable[[list[Any]], list[Any]]:
     """Compile a backward graph in two parts, and return a program that runs the part that the autograd node asks for."""
-    parts = _cut(graph, is_weight)
-    first = compile(parts.first, example)
-    second = compile(parts.second, [n.meta["val"] for n in parts.kept])
-    num_rest = is_weight.count(False)
+    outputs = list(graph.graph.nodes)[-1].args[0]
+    *graphs, kept = _cut(graph, is_weight)
+    first = compile(graphs[0], example)
+    second = compile(graphs[1], [n.meta["val"] for n in kept])
+    places = [[n for n, w in enumerate(is_weight) if w == y] for y in (0, 1)]
 
     def run(args: list[Any]) -> list[Any]:
         node: Any = torch._C._current_autograd_node()
         kept = getattr(node, "kept_for_weights", False)  # False: both parts run
-        if isinstance(kept, list):
-            rest, read = map(_placeholder, parts.rest), kept
-        else:
-            results = list(first(args))
-            rest, read = iter(results[:num_rest]), results[num_rest:]
+        gradients = [*map(_placeholder, outputs)]
+
+        def put(of_weights: bool, values: Sequence[Any]) -> None:
+            for place, value in zip(places[of_weights], values, strict=False):
+                gradients[place] = value
+
+        if not isinstance(kept, list):
+            results = first(args)
+            put(False, results)
+            read = [*results[len(places[0]) :]]
+            del results
         if kept is None:
             node.kept_for_weights = read
             torch_compat.free_saved(node)
-            gradients = map(_placeholder, parts.weights)
         else:
-            gradients = iter(second(read))
+            put(True, second(read if kept is False else kept))
         args.clear()
-        return [next(gradients) if w else next(rest) for w in is_weight]
+        return gradients
 
     setattr(run, "_boxed_call", True)  # noqa: B010  inputs come in a list
     return run
@@ -307,48 +294,38 @@ def _placeholder(node: Any) -> Any:
     return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
-@dataclass
-class _Parts:
-    """A backward graph in two.
+def _cut(
+    graph: fx.GraphModule, is_weight: Sequence[bool]
+) -> tuple[fx.GraphModule, fx.GraphModule, list[fx.Node]]:
+    """Cut a backward graph in two.
 
-    Attributes:
-        first: graph of the gradients of all but weights, which also returns `kept`.
-        second: graph from `kept` to the gradients of weights.
-        kept: values that the second graph reads.
-        rest: gradients of all but weights, None for a value without.
-        weights: gradients of weights.
+    Returns:
+        The graph of the gradients of all but weights, which also returns what the second one reads; the graph of the
+        gradients of weights; and what it reads.
     """
-
-    first: fx.GraphModule
-    second: fx.GraphModule
-    kept: list[fx.Node]
-    rest: list[Any]
-    weights: list[Any]
-
-
-def _cut(graph: fx.GraphModule, is_weight: Sequence[bool]) -> _Parts:
     nodes = list(graph.graph.nodes)
     outputs = nodes.pop().args[0]
     if len(outputs) != len(is_weight):
         raise RuntimeError(
             f"a backward graph has {len(outputs)} gradients for {len(is_weight)} inputs, so it cannot be split"
         )
-    weights = [o for o, w in zip(outputs, is_weight, strict=True) if w]
-    rest = [o for o, w in zip(outputs, is_weight, strict=True) if not w]
-    needed = {n for n in nodes if n.op == "placeholder" or n.is_impure()}
-    todo = [n for n in (*rest, *needed) if isinstance(n, fx.Node)]
+    rest, weights = (
+        [x for x, w in zip(outputs, is_weight, strict=True) if w == y] for y in (0, 1)
+    )
+    needed = set[fx.Node]()
+    todo = [n for n in nodes if n.op == "placeholder" or n.is_impure()]
+    todo += [n for n in rest if isinstance(n, fx.Node)]
     while todo:
-        node = todo.pop()
-        needed.add(node)
-        todo += [n for n in node.all_input_nodes if n not in needed]
+        if (node := todo.pop()) not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
     ends = {n for n in weights if isinstance(n, fx.Node)}
     later = _with_small_inputs(set(nodes) - needed, ends)
     kept = _read(later, ends)
     inputs = [n for n in nodes if n.op == "placeholder"]
-    bodies = [[n for n in nodes if n.op != "placeholder" and (n in later) == w] for w in (0, 1)]
+    bodies = [[n for n in nodes if n.op != "placeholder" and (n in later) == y] for y in (0, 1)]
     first = _graph(graph, inputs, bodies[0], [*rest, *kept])
-    second = _graph(graph, kept, bodies[1], weights, "tangents_")
-    return _Parts(first, second, kept, rest, weights)
+    return first, _graph(graph, kept, bodies[1], weights, "tangents_"), kept
 
 
 def _read(later: set[fx.Node], ends: set[fx.Node]) -> list[fx.Node]:
