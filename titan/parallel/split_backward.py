@@ -241,9 +241,10 @@ def splitting_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
 def _are_weights(x: Any) -> list[bool]:
     """Return, for an input of a graph, which of the values that its gradient consists of are gradients of a weight.
 
-    A DTensor consists of its local tensor and, from torch 2.13, its mesh.
+    That of a DTensor consists of its local tensor and, from torch 2.13, its mesh.
     """
-    names = x.__tensor_flatten__()[0] if isinstance(x, DTensor) else ["_local_tensor"]
+    is_several = isinstance(x, DTensor) and x.requires_grad
+    names = x.__tensor_flatten__()[0] if is_several else ["_local_tensor"]
     return [isinstance(x, nn.Parameter) and name == "_local_tensor" for name in names]
 
 
@@ -257,7 +258,9 @@ def _compile_parts(
     outputs = list(graph.graph.nodes)[-1].args[0]
     *graphs, kept = _cut(graph, is_weight)
     first = compile(graphs[0], example)
-    second = compile(graphs[1], [n.meta["val"] for n in kept])
+    second = lambda values: graphs[1](*values)  # noqa: E731  perhaps only its inputs
+    if any(n.op == "call_function" for n in graphs[1].graph.nodes):
+        second = compile(graphs[1], [n.meta["val"] for n in kept])
     places = [[n for n, w in enumerate(is_weight) if w == y] for y in (0, 1)]
 
     def run(args: list[Any]) -> list[Any]:
