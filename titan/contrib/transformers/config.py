@@ -68,6 +68,7 @@ class TransformersConfig(MoEConfig):
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         recurrent_flops: operations of all linear recurrences for one token, forward.
         index_width: channels of the queries of all indexers.
+        index_params: number of parameters in matmuls of indexers, whose inputs have no gradient.
         reach: tokens before a token that a short convolution needs.
         heads_of_blocks: attention heads of each block. n_heads and n_kv_heads are those of the block with most.
         windows: keys that a query of each block sees, by a window or a choice, 0 for all, 1 for a block without attention.
@@ -86,6 +87,7 @@ class TransformersConfig(MoEConfig):
     windows: tuple[int, ...]
     recurrent_flops: int = 0
     index_width: int = 0
+    index_params: int = 0
     reach: int = 0
     refuses: tuple[tuple[str, str], ...] = ()
     table_positions: int = 0
@@ -160,5 +162,6 @@ class TransformersConfig(MoEConfig):
         """
         products = 6 * self.matmul_params + 3 * self.recurrent_flops
         # An indexer scores all keys, once in each direction, where attention computes two products.
+        products -= 2 * self.index_params
         products += 6 * self.index_width * (seq_len // 2 if causal else seq_len)
         return products + self.attention_flops_per_token(seq_len, causal=causal)

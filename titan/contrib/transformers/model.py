@@ -284,6 +284,8 @@ def _sizes(
         expert_dim = expert_dim or module.down_proj.numel() // total // dim
     matrices = (p for p in model.layers.parameters() if p.ndim > 1)
     matmuls = sum(p.numel() * share.get(p, 1) for p in matrices)
+    named = model.named_parameters()
+    of_indexers = sum(p.numel() for n, p in named if ".indexer." in n and p.ndim > 1)
     most = max(heads.values())
     return TransformersConfig(
         source=source,
@@ -305,6 +307,7 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.values()),
         matmul_params=int(matmuls) + output.weight.numel(),
         recurrent_flops=sum(part.recurrence or 0 for part in probe),
+        index_params=of_indexers,
         index_width=sum(sparse.width for sparse in modules_of(model, SparseAttention).values()),
         heads_of_blocks=tuple(heads.values()),
         windows=tuple(windows.values()),
