@@ -29,8 +29,6 @@ from titan.sim.record.trace import Allocate, Event, Free, Trace, Transfer
 from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
 from titan.step.train_step import TrainStep
 
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 def job(*, batch: Any = 4, layers: Any = 4, **sections: dict[str, Any]) -> JobConfig:
     """A tiny Llama; sections are merged into it."""
@@ -141,7 +139,7 @@ def in_turn(names: Collection[str], *, slow: Collection[str]) -> list[Any]:
 
 def real_program(config: JobConfig) -> TrainStep:
     layout = resolve_layout(config, dist.get_world_size())
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in _AXES})
+    mesh = build_mesh("cpu", **layout.degrees)
     return build_step(config, mesh)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.hf_families import whole_weights
+from tests.support.jobs import degrees_of
 from tests.support.ranks import Pool
 from tests.support.runs import saved_tensors
 from tests.support.steps import build_step
@@ -22,6 +23,7 @@ from titan.contrib.megatron.tests.reference import MegatronRun
 from titan.contrib.megatron.tests.reference import megatron as megatron
 from titan.data.packing import Batch
 from titan.numerics.certify.steps import micro_batches
+from titan.numerics.digests import whole
 from titan.parallel import build_mesh
 
 Tensors = dict[str, Tensor]
@@ -89,19 +91,10 @@ def as_megatron(name: str, ours: Tensors) -> Tensor:
     return ours[found[0]]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
-
-
 def train(output: Path, tokens: dict[int, Tensor], degrees: dict[str, int]) -> dict[str, Any]:
     """On a rank: continue from step 2, and return losses, norms and states of steps 3 and 4."""
     torch.set_num_threads(1)
-    keys = {
-        "dp_shard": "data_parallel_shard",
-        "tp": "tensor_parallel",
-        "pp": "pipeline_parallel",
-    }
-    overrides = [f"parallelism.{keys[axis]}_degree={n}" for axis, n in degrees.items()]
+    overrides = [f"parallelism.{key}={n}" for key, n in degrees_of(degrees).items()]
     if "pp" in degrees or "dp_shard" in degrees:
         overrides.append("training.local_batch_size=2")
     config = load_config(output / "config.toml", overrides=overrides)

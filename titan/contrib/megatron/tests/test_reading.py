@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import re
 import zipfile
@@ -17,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.bombs import Bomb
 from tests.support.runs import saved_tensors
+from tests.test_untrusted import fifo, truncated
 from titan.checkpoint import CheckpointError
 from titan.config.load import load_config
 from titan.contrib.megatron.convert import from_megatron
@@ -273,20 +274,6 @@ def refused(run: Path, output: Path) -> str:
     return line
 
 
-class Touch:
-    """Object whose unpickling writes a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.system, (f"touch {self.file}",)
-
-
-def cut_in_half(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
 def packed(file: Path) -> None:
     """Write an archive again, compressed."""
     with zipfile.ZipFile(file) as old:
@@ -308,16 +295,11 @@ def share(metadata: Any) -> None:
         vars(info).update(offset=0, length=10**5)
 
 
-def pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no index": (lambda f: (f / ".metadata").unlink(), "no checkpoint of Megatron"),
-    "half an index": (lambda f: cut_in_half(f / ".metadata"), ".metadata: damaged"),
-    "half of common.pt": (lambda f: cut_in_half(f / "common.pt"), "common.pt: damaged"),
-    "half of the tensors": (lambda f: cut_in_half(f / "__0_0.distcp"), "reaches past the end"),
+    "half an index": (lambda f: truncated(f / ".metadata"), ".metadata: damaged"),
+    "half of common.pt": (lambda f: truncated(f / "common.pt"), "common.pt: damaged"),
+    "half of the tensors": (lambda f: truncated(f / "__0_0.distcp"), "reaches past the end"),
     "no tensors": (lambda f: (f / "__0_0.distcp").unlink(), "which"),
     "no common.pt": (lambda f: (f / "common.pt").unlink(), "common.pt: missing"),
     "compressed common.pt": (lambda f: packed(f / "common.pt"), "holds a compressed tensor"),
@@ -340,7 +322,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "is not covered once by its chunks",
     ),
-    "a pipe": (lambda f: pipe(f / "common.pt"), "common.pt: missing"),
+    "a pipe": (lambda f: fifo(f / "common.pt"), "common.pt: missing"),
     "steps of Adam that are no number": (
         lambda f: write(f.parent, common={"optimizer": {"step": "x"}}),
         "arguments of the run: ValueError",
@@ -388,7 +370,7 @@ def test_damaged_folders_are_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("file", [".metadata", "args", "a chunk"])
 def test_nothing_in_a_folder_is_run(tmp_path: Path, file: str) -> None:
     trace = tmp_path / "trace"
-    evil = Touch(trace)
+    evil = Bomb(trace)
     folder = write(tmp_path / "run")
     if file == ".metadata":
         (folder / file).write_bytes(pickle.dumps(evil))
