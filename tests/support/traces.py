@@ -224,23 +224,23 @@ class CountOperations(_Plain):
             self.counts[str(func)] += 1
 
 
-def count_real_operations(config: JobConfig) -> Counter[str]:
-    """What this rank computes in its second step."""
+def watched(config: JobConfig, counter: Any) -> Any:
+    """Return a counter of what this rank does in its second step."""
     train_step = real_program(config)
     batches = real_batches(config)
     train_step.train(batches, step=1)
-    with CountOperations() as counter:
+    with counter:
         train_step.train(batches, step=2)
-    return counter.counts
+    return counter
+
+
+def count_real_operations(config: JobConfig) -> Counter[str]:
+    return watched(config, CountOperations()).counts
 
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
-    """What this rank really sends in its second step."""
-    train_step = real_program(config)
-    batches = real_batches(config)
-    train_step.train(batches, step=1)
-    with CountTransfers() as counter:
-        train_step.train(batches, step=2)
+    """What this rank really sends."""
+    counter = watched(config, CountTransfers())
     return counter.counts, counter.bytes
 
 
