@@ -29,8 +29,6 @@ from titan.sim.record.trace import Allocate, Event, Free, Trace, Transfer
 from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
 from titan.step.train_step import TrainStep
 
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 def job(*, batch: Any = 4, layers: Any = 4, **sections: dict[str, Any]) -> JobConfig:
     """A tiny Llama; sections are merged into it."""
@@ -141,7 +139,7 @@ def in_turn(names: Collection[str], *, slow: Collection[str]) -> list[Any]:
 
 def real_program(config: JobConfig) -> TrainStep:
     layout = resolve_layout(config, dist.get_world_size())
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in _AXES})
+    mesh = build_mesh("cpu", **layout.degrees)
     return build_step(config, mesh)
 
 
@@ -226,23 +224,23 @@ class CountOperations(_Plain):
             self.counts[str(func)] += 1
 
 
-def count_real_operations(config: JobConfig) -> Counter[str]:
-    """What this rank computes in its second step."""
+def watched(config: JobConfig, counter: Any) -> Any:
+    """Return a counter of what this rank does in its second step."""
     train_step = real_program(config)
     batches = real_batches(config)
     train_step.train(batches, step=1)
-    with CountOperations() as counter:
+    with counter:
         train_step.train(batches, step=2)
-    return counter.counts
+    return counter
+
+
+def count_real_operations(config: JobConfig) -> Counter[str]:
+    return watched(config, CountOperations()).counts
 
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
-    """What this rank really sends in its second step."""
-    train_step = real_program(config)
-    batches = real_batches(config)
-    train_step.train(batches, step=1)
-    with CountTransfers() as counter:
-        train_step.train(batches, step=2)
+    """What this rank really sends."""
+    counter = watched(config, CountTransfers())
     return counter.counts, counter.bytes
 
 
