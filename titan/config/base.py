@@ -182,6 +182,10 @@ class Section(BaseModel):
                 raise UnknownValue(name)
             return super().__getattr__(name)
 
+    def in_phase(self, number: int) -> Section:
+        """Return the section as phase 1, 2, ... of a job reads it. Most sections are the same in all phases."""
+        return self
+
     def forget(self, path: KeyPath) -> None:
         """Make the value of the setting at `path` unknown. For an item of a list, the whole list becomes unknown."""
         # Reading the attribute then raises UnknownValue, in __getattr__.

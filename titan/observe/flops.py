@@ -24,6 +24,20 @@ def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int)
     return tokens_per_s * flops_per_token / num_ranks / 1e12
 
 
+def flops_per_token(config: JobConfig, sizes: Any, *, causal: bool, length: int = 0) -> int:
+    """Return the model's FLOPs per token, forward and backward, as a job or one of its phases trains it.
+
+    Args:
+        config: the job, or that of a phase.
+        sizes: sizes of the model. Those of a model that is trained in stages have a method `trained_by`.
+        causal: count only the pairs of queries and keys that a causal mask leaves.
+        length: tokens of a sequence. 0: the job's.
+    """
+    trained_by = getattr(sizes, "trained_by", None)
+    sizes = trained_by(config) if trained_by else sizes
+    return sizes.flops_per_token(length or config.training.seq_len, causal=causal)
+
+
 def flops_by_dtype(
     config: JobConfig, sizes: Any, layers: Iterable[Conversion]
 ) -> dict[str, float]:
@@ -35,7 +49,7 @@ def flops_by_dtype(
         layers: conversion to 8 bits of each linear layer of the whole model.
     """
     causal = config.metrics.mfu_convention == "causal"
-    rest = sizes.flops_per_token(config.training.seq_len, causal=causal)
+    rest: float = flops_per_token(config, sizes, causal=causal)
     flops: dict[str, float] = {}
     if (linear := quantize_section(config)) is not None and not linear.emulate:
         recipe = linear.recipe_name or "tensorwise"

@@ -87,7 +87,8 @@ def estimate_memory(
         "parameters": params_bytes,
         "gradients": params_bytes * at_once,
         "optimizer": moments_bytes / shards,
-        "activations": tokens * (kept + recomputed) * compute_bytes,
+        "activations": tokens * (kept + recomputed) * compute_bytes
+        + _sparse_bytes(config, model_config, layout),
         "logits": _logits_bytes(config, model_config, layout, tokens=tokens),
         "unsharded": _unsharded_bytes(config, model_config, layout, layers=layers),
     }
@@ -151,6 +152,18 @@ def activation_elements(
     if layout.pp == 1:  # inputs of the last norm and of the output layer
         kept += model.dim / layout.tp + model.dim
     return kept, 0 if section.mode == "none" else whole
+
+
+def _sparse_bytes(config: JobConfig, model: ModelSizes, layout: Layout) -> float:
+    """Return the bytes that a choice of keys takes beside those of attention to all keys, if the layers of a model choose."""
+    of_model = getattr(model, "sparse_bytes", None)
+    if of_model is None:
+        return 0.0
+    choices, temporary = of_model(
+        config, sequences=config.training.local_batch_size, tp=layout.tp
+    )
+    of_one = temporary / _num_microbatches(config, layout)
+    return choices / layout.pp * _in_flight(config, layout) + of_one
 
 
 def _feed_forward_elements(config: JobConfig, model: ModelSizes, layout: Layout) -> float:

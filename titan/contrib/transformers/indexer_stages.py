@@ -45,8 +45,6 @@ class IndexerStages(Hook):
 
         self.trainer = trainer
         self.measured: AsyncScalars | None = None
-        job: Any = trainer.config
-        self.stages = job.sparse_attention.stages
         self.layers: dict[int, SparseAttention] = {}
         self.of_indexers: list[nn.Parameter] = []
         self.others: list[nn.Parameter] = []
@@ -62,7 +60,8 @@ class IndexerStages(Hook):
     @property
     def stage(self) -> str:
         """Return the stage of the phase that runs."""
-        return self.stages[min(self.trainer.phase.number, len(self.stages)) - 1]
+        job: Any = self.trainer.phase.config
+        return job.sparse_attention.stages[0]
 
     def before_forward(self, batches: Sequence[TensorBatch]) -> None:
         for module in self.layers.values():

@@ -20,3 +20,8 @@ class SparseAttentionSection(Section):
     stages: Stages = ["joint"]
     """Stage of each phase, in their order. The last one goes on. "dense": attention sees all keys, and the indexer is frozen.
     "indexer": it sees all keys, and all but the indexer is frozen. "joint": it sees the chosen keys, and all is trained."""
+
+    def in_phase(self, number: int) -> Section:
+        """Return the section with the stage of a phase alone."""
+        stage = self.stages[min(number, len(self.stages)) - 1]
+        return self.model_copy(update={"stages": [stage]})

@@ -43,10 +43,11 @@ from titan.parallel.module_kinds import RouteSource, SequenceModule, modules_of
 from titan.parallel.ring import SequencePart
 from titan.parallel.traits import BlockTraits
 
+from .config import ROWS
 from .errors import UnsupportedModelError
 from .indexer_loss import IndexerLoss
 
-_ROWS = 128  # queries at a time
+_ROWS = ROWS  # queries at a time
 
 
 class NoMask:
@@ -236,9 +237,9 @@ class SparseAttention(SequenceModule):
         """
         self.tp = weight.device_mesh if isinstance(weight, DTensor) else None
         k_BTD = self.whole(k_BSD, 1)
-        self.scored = q_BSID, k_BTD, w_BSI
         if self.stage == "dense":
-            return q_BSID.new_zeros(1)  # attention sees all keys
+            return q_BSID.new_zeros(1)  # attention sees all keys, and nothing is learned
+        self.scored = q_BSID, k_BTD, w_BSI
         chosen: Any = None
         for source in self.route_sources:
             chosen = source.get(self, q_BSID) if chosen is None else chosen

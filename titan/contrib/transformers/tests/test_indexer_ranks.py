@@ -114,6 +114,11 @@ ROWS += [
     if row.name in OTHERS
 ]
 DENSE_KEYS = [row for row in LAYOUTS if row.name in ("FSDP2", "PP", "CP x TP")]
+# Indexers have no gradients, which DDP, FSDP2 and schedules must bear.
+FROZEN = [
+    row for row in LAYOUTS if row.name in ("FSDP2, gathered again", "DDP", "TP+SP", "PP x CP")
+]
+FROZEN += [ROWS[len(LAYOUTS)][1]]
 
 
 def check(pool: Pool, layout: Layout, alone: dict[str, Any], section: dict[str, Any]) -> None:
@@ -154,6 +159,15 @@ def test_equals_one_process(kind: str, layout: Layout, alone: Any, pool: Pool) -
 def test_over_all_keys_too(kind: str, layout: Layout, alone: Any, pool: Pool) -> None:
     section = {**LEARNS, "stages": ["indexer"]}
     model, expected = alone(kind, section)
+    check(pool, replace(layout, model=model), expected, section)
+
+
+@pytest.mark.parametrize("layout", FROZEN, ids=lambda layout: layout.name)
+def test_dense_layers_teach_no_indexer(layout: Layout, alone: Any, pool: Pool) -> None:
+    section = {**LEARNS, "stages": ["dense"]}
+    model, expected = alone("deepseek_v32", section)
+    assert not any(".indexer." in name for name in expected["gradients"])
+    assert expected["gradients"] and not expected["sums"]
     check(pool, replace(layout, model=model), expected, section)
 
 
