@@ -42,6 +42,7 @@ num_block_params and num_embedding_params; for a mixture of experts also titan.m
 
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SPARSE_ROWS = 128  # of titan/contrib/transformers/sparse_attention.py
 
 
 def estimate_memory(
@@ -155,15 +156,24 @@ def activation_elements(
 
 
 def _sparse_bytes(config: JobConfig, model: ModelSizes, layout: Layout) -> float:
-    """Return the bytes that a choice of keys takes beside those of attention to all keys, if the layers of a model choose."""
-    of_model = getattr(model, "sparse_bytes", None)
-    if of_model is None:
+    """Return the bytes that a choice of keys takes beside those of attention to all keys, if the layers of a model choose.
+
+    All layers keep their choices. One layer at a time has temporary tensors for `_SPARSE_ROWS` queries and all keys. Most of them are three
+    of all heads for the target of the indexer's loss, or three of the indexer's heads, or gradients of keys and values, in fp32 and as computed.
+    """
+    job: Any = config
+    if not getattr(model, "index_width", 0) or job.sparse_attention.stages[0] == "dense":
         return 0.0
-    choices, temporary = of_model(
-        config, sequences=config.training.local_batch_size, tp=layout.tp
-    )
-    of_one = temporary / _num_microbatches(config, layout)
-    return choices / layout.pp * _in_flight(config, layout) + of_one
+    item, training = _BYTES[config.training.compute_dtype], config.training
+    queries, heads = training.seq_len / layout.cp, model.n_heads / layout.tp
+    rows = min(_SPARSE_ROWS, queries)
+    of_target = heads * (3 * 4 * rows + item * model.head_dim)
+    of_scores = 3 * 4 * rows * model.index_heads
+    of_keys = 2 * heads * model.head_dim * (4 + item)
+    # Masks and scores of one choice are 16 bytes a query and key.
+    of_layer = training.seq_len * (max(of_target, of_scores, of_keys) + 16 * rows)
+    choices = queries * 4 * model.choices / layout.pp * _in_flight(config, layout)
+    return training.local_batch_size * (choices + of_layer / _num_microbatches(config, layout))
 
 
 def _feed_forward_elements(config: JobConfig, model: ModelSizes, layout: Layout) -> float:

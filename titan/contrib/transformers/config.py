@@ -17,8 +17,6 @@ NAMES: dict[str, list[str]] = FIELDS["names"]
 """Names that config classes give a field, by what it means."""
 NOTES: list[str] = FIELDS["notes"]
 """Fields that are of a file or of a call, and do not decide what a model computes."""
-ROWS = 128
-"""Queries for which scores and attention over chosen keys are computed at a time (sparse_attention.py)."""
 
 
 def rope_types(content: dict[str, Any]) -> set[Any]:
@@ -40,29 +38,6 @@ class HeadNumbers(NamedTuple):
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-
-
-class IndexerNumbers(NamedTuple):
-    """Indexer of a layer that chooses its keys: all 0 but `layer` if the layer reads the choice of one before.
-
-    Attributes:
-        layer: number of the layer.
-        params: parameters of its matrices.
-        heads: heads of the indexer.
-        head_dim: channels of a head.
-        chosen: tokens or blocks that are chosen for a query, over all its choices.
-    """
-
-    layer: int
-    params: int = 0
-    heads: int = 0
-    head_dim: int = 0
-    chosen: int = 0
-
-    @property
-    def width(self) -> int:
-        """Return the channels of all heads."""
-        return self.heads * self.head_dim
 
 
 class ModelSource(NamedTuple):
@@ -92,7 +67,10 @@ class TransformersConfig(MoEConfig):
         experts_of_blocks: number of parameters of each block's routed experts.
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         recurrent_flops: operations of all linear recurrences for one token, forward.
-        indexers: layers that choose their keys.
+        index_width: channels of the queries of all indexers.
+        index_params: parameters of their matrices.
+        index_heads: heads of one of them.
+        choices: tokens or blocks that are chosen for a query in all layers.
         stage: what their training is at: "dense", "indexer" or "joint" (section.py).
         reach: tokens before a token that a short convolution needs.
         heads_of_blocks: attention heads of each block. n_heads and n_kv_heads are those of the block with most.
@@ -111,7 +89,10 @@ class TransformersConfig(MoEConfig):
     heads_of_blocks: tuple[HeadNumbers, ...]
     windows: tuple[int, ...]
     recurrent_flops: int = 0
-    indexers: tuple[IndexerNumbers, ...] = ()
+    index_width: int = 0
+    index_params: int = 0
+    index_heads: int = 0
+    choices: int = 0
     stage: str = "joint"
     reach: int = 0
     refuses: tuple[tuple[str, str], ...] = ()
@@ -137,45 +118,13 @@ class TransformersConfig(MoEConfig):
             self.table_positions or "longrope" in rope_types(json.loads(self.source.hf))
         )
 
-    @property
-    def index_width(self) -> int:
-        """Return the channels of the queries of all indexers."""
-        return sum(each.width for each in self.indexers)
-
     def trained_by(self, config: Any) -> TransformersConfig:
         """Return the sizes in the stage of a job, or of one of its phases."""
         return replace(self, stage=config.sparse_attention.stages[0])
 
     def window_of(self, layer: int) -> int:
         """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""
-        sees_all = self.stage != "joint" and layer in {each.layer for each in self.indexers}
-        return 0 if sees_all else self.windows[layer]
-
-    def sparse_bytes(self, config: Any, *, sequences: float, tp: int) -> tuple[float, float]:
-        """Return the bytes that choices take on a rank: those of all layers' choices, and of one layer's temporary tensors.
-
-        ROWS queries are computed at a time (sparse_attention.py). Either the target of the indexer's loss needs most, where three
-        tensors of all heads and keys exist at once, or its scores do, or the gradients of keys and values, in fp32 and as computed.
-
-        Args:
-            config: the job.
-            sequences: sequences that the rank passes at once.
-            tp: tensor-parallel ranks.
-        """
-        stage = config.sparse_attention.stages[0]
-        if not self.indexers or stage == "dense":
-            return 0, 0
-        keys = config.training.seq_len
-        queries = keys / config.parallelism.context_parallel_degree
-        item = 4 if config.training.compute_dtype == "float32" else 2
-        rows, heads = min(ROWS, queries), self.n_heads / tp
-        of_loss = heads * (12 * rows + item * self.head_dim)
-        of_scores = 12 * rows * max(each.heads for each in self.indexers)
-        of_keys = 2 * heads * self.head_dim * (4 + item) if stage == "joint" else 0
-        # Masks, target and scores of a choice are small beside them.
-        most = max(of_loss, of_scores, of_keys) + 16 * rows
-        chosen = 4 * sum(each.chosen for each in self.indexers)
-        return sequences * queries * chosen, sequences * keys * most
+        return self.windows[layer] if self.stage == "joint" else 0
 
     def attention_width(self, layer: int) -> int:
         """Return the number of channels of the queries of a layer."""
@@ -224,7 +173,7 @@ class TransformersConfig(MoEConfig):
         products = 6 * self.matmul_params + 3 * self.recurrent_flops
         is_dense = self.stage == "dense"
         # Inputs of an indexer get no gradient, and a frozen one computes none.
-        products -= (4 if is_dense else 2) * sum(each.params for each in self.indexers)
+        products -= (4 if is_dense else 2) * self.index_params
         if not is_dense:
             # All keys are scored, once in each direction, where attention computes two products.
             products += 6 * self.index_width * (seq_len // 2 if causal else seq_len)

@@ -18,12 +18,11 @@ B batch, S queries, T keys, H heads, G choices of a query, R queries at a time
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class IndexerLoss(torch.autograd.Function):
@@ -110,9 +109,3 @@ def _target(
         dist.all_reduce(total, group=sparse.tp.get_group())
     total = total * (number / sparse.heads)
     return total[..., :-1], total[..., -1]
-
-
-def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remove gradients, so that the optimizer's next step leaves the parameters and their states as they are."""
-    for parameter in parameters:
-        parameter.grad = None

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.parallel.module_kinds import modules_of
+
 from . import attention, experts
 from .adopt import Ends, adopt
 from .build import Init, build, fill
-from .config import HeadNumbers, IndexerNumbers, ModelSource, TransformersConfig, rope_types
+from .config import HeadNumbers, ModelSource, TransformersConfig, rope_types
 from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
@@ -263,14 +265,12 @@ def _sizes(
     heads = dict.fromkeys(model.layers, HeadNumbers())
     windows = dict.fromkeys(model.layers, 0)
     windows |= {_block_of(part.name): 1 for part in probe if part.recurrence is not None}
-    indexers = []
     for part in probe:
         if (call := part.attention) is not None:
             block, inner = _block_of(part.name), call.module.inner_attention
             windows[block] = inner.window
             if (sparse := sparse_of(call.module)) is not None:
                 windows[block] = sparse.keys * sparse.block
-                indexers.append(_indexer(int(block), call.module, sparse))
             heads[block] = HeadNumbers(call.heads, call.kv_heads, call.head_dim)
     of_experts = dict.fromkeys(model.layers, 0)
     share: dict[Any, float] = {}  # of a parameter's numbers that act on one token
@@ -285,6 +285,9 @@ def _sizes(
     matrices = (p for p in model.layers.parameters() if p.ndim > 1)
     matmuls = sum(p.numel() * share.get(p, 1) for p in matrices)
     most = max(heads.values())
+    # A layer without an indexer of its own reads the choice of another.
+    choosing = [s for s in modules_of(model, SparseAttention).values() if s.width]
+    index_heads = getattr(model.hf.config, "index_n_heads", 0)
     return TransformersConfig(
         source=source,
         dim=dim,
@@ -305,24 +308,18 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.values()),
         matmul_params=int(matmuls) + output.weight.numel(),
         recurrent_flops=sum(part.recurrence or 0 for part in probe),
-        indexers=tuple(indexers),
+        index_width=sum(sparse.width for sparse in choosing),
+        index_params=sum(
+            p.numel() for n, p in model.named_parameters() if ".indexer." in n and p.ndim > 1
+        ),
+        index_heads=index_heads,
+        choices=sum(s.keys * (index_heads if s.block > 1 else 1) for s in choosing),
         heads_of_blocks=tuple(heads.values()),
         windows=tuple(windows.values()),
         table_positions=_table_positions(model),
         reach=model.reach,
         refuses=tuple(_refusals(model, source, calls, expert_modules).items()),
     )
-
-
-def _indexer(layer: int, attention: nn.Module, sparse: SparseAttention) -> IndexerNumbers:
-    """Return the numbers of the indexer of a layer that chooses its keys."""
-    if not sparse.width:
-        return IndexerNumbers(layer)
-    indexer: Any = attention.indexer
-    heads = sparse.width // indexer.head_dim
-    chosen = sparse.keys * (heads if sparse.block > 1 else 1)
-    matrices = sum(p.numel() for p in indexer.parameters() if p.ndim > 1)
-    return IndexerNumbers(layer, matrices, heads, indexer.head_dim, chosen)
 
 
 def _count(module: nn.Module) -> int:

