@@ -68,7 +68,7 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 kind = "output" if x.is_floating_point() else "choice"
-                note(f"recomputed {kind}" if again else kind, name, x)
+                note("recomputed " * again + kind, name, x)
                 if x.requires_grad and not again:
                     x.register_hook(partial(note, "output gradient", name))
 

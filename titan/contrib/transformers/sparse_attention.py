@@ -196,12 +196,14 @@ class SparseAttention(SequenceModule):
         return dots_BRIT.transpose(1, 2)
 
     @torch.no_grad()
-    def choose(
-        self, q_BSID: Tensor, k_BTD: Tensor, w_BSI: Tensor | None, visible: Visible
-    ) -> Tensor:
-        """Return the best tokens or blocks of each query, (B, G, S, N) int32. Of equal ones, the earliest."""
+    def choose(self, *scored: Any) -> Tensor:
+        """Return the best tokens or blocks of each query, (B, G, S, N) int32. Of equal ones, the earliest.
+
+        Args:
+            scored: arguments of `_candidates`.
+        """
         found = []
-        for _, scores_BGRT in self._candidates(q_BSID, k_BTD, w_BSI, visible):
+        for _, scores_BGRT in self._candidates(*scored):
             order = scores_BGRT.sort(dim=-1, descending=True, stable=True).indices
             found.append(order[..., : self.keys].int())
         return torch.cat(found, dim=2)
@@ -265,9 +267,9 @@ class SparseAttention(SequenceModule):
             weight: a parameter of the indexer, which tells how it is laid out.
         """
         self.tp = weight.device_mesh if isinstance(weight, DTensor) else None
-        k_BTD = self.whole(k_BSD, 1)
         if self.stage == "dense":
             return q_BSID.new_zeros(1)  # attention sees all keys, and nothing is learned
+        k_BTD = self.whole(k_BSD, 1)
         self.scored = q_BSID, k_BTD, w_BSI
         chosen: Any = None
         for source in self.route_sources:
@@ -473,10 +475,10 @@ def _index_tokens(
     heads, size, rotated = indexer.n_heads, indexer.head_dim, indexer.qk_rope_head_dim
     q_BSID = indexer.wq_b(q_BSL.detach()).unflatten(-1, (heads, size))
     k_BS1D = indexer.k_norm(indexer.wk(hidden_BSD))[:, :, None]
-    parts = [x.split([rotated, size - rotated], dim=-1) for x in (q_BSID, k_BS1D)]
-    (q_first, q_rest), (k_first, k_rest) = parts
-    q_first, k_first = rotate(q_first, k_first, *rotations, unsqueeze_dim=2)
-    q_BSID, k_BS1D = torch.cat([q_first, q_rest], -1), torch.cat([k_first, k_rest], -1)
+    both = q_BSID, k_BS1D
+    first = rotate(*(x[..., :rotated] for x in both), *rotations, unsqueeze_dim=2)
+    pairs = zip(first, both, strict=True)
+    q_BSID, k_BS1D = (torch.cat([x, whole[..., rotated:]], -1) for x, whole in pairs)
     weight = next(indexer.weights_proj.parameters())
     w_BSI = indexer.weights_proj(hidden_BSD.to(weight.dtype)).float() * heads**-0.5
     return indexer.sparse.index(q_BSID, k_BS1D[:, :, 0], w_BSI, weight)

@@ -188,18 +188,6 @@ def test_attention_is_not_trained_by_the_loss() -> None:
     assert all(grad.any() for grad in found[1][3:])
 
 
-@pytest.mark.parametrize("kind", [TOKENS, BLOCKS], ids=["tokens", "blocks"])
-def test_rows_at_a_time_change_nothing(kind: dict[str, Any]) -> None:
-    results = []
-    for rows in (1, 7, 64):
-        tensors = [None if x is None else x.requires_grad_() for x in inputs(kind, ties=True)]
-        out, _ = titan(kind, tensors, IDS, rows=rows, loss_coeff=1.0)
-        results.append([out, *(x.grad for x in tensors if x is not None)])
-    for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            torch.testing.assert_close(x, y)
-
-
 def test_a_kept_choice_is_not_made_again() -> None:
     """A recomputation takes the choice of the forward pass."""
     sparse = SparseAttention(**TOKENS)
