@@ -231,7 +231,7 @@ class SparseAttention(SequenceModule):
             return {}
         visible = self.visible(chosen_BGSN.shape[2], chosen_BGSN.device)
         cuts = []
-        for rows, scores in self._candidates(*self.scored, visible):
+        for rows, scores in self._candidates(*self.scored, visible):  # pyrefly: ignore[bad-argument-count]
             chosen = chosen_BGSN[:, :, rows].long()
             lowest = scores.gather(-1, chosen).amin(-1)
             highest = scores.scatter(-1, chosen, -torch.inf).amax(-1)

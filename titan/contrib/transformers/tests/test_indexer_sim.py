@@ -100,13 +100,13 @@ def test_peak_of_a_step_is_the_real_one(pool: Pool) -> None:
 def test_flops_of_a_frozen_indexer_count_once() -> None:
     """Forward only in the stage "dense", and else for the weights too: nothing goes back into the model."""
     length, found = 256, []
+    sizes: Any = job(length, "joint").model.sizes
     for stage in STAGES[:2]:
         config, flops = job(length, stage), Counter[Any]()
         for launch in events_of(trace_ranks(config, world_size=1, ranks=[0])[0].step, Launch):
             if launch.kernel.kind == "matmul":
                 is_indexer = ".indexer" in launch.scope.module
                 flops[launch.scope.phase, is_indexer] += launch.kernel.flops
-        sizes: Any = config.model.sizes
         attention = sizes.trained_by(config).attention_flops_per_token(length, causal=False)
         formula = flops_per_token(config, sizes, causal=False) - attention
         found.append((flops, formula * length))
