@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import JobConfig
 
 if TYPE_CHECKING:
     from titan.parallel.float8 import Conversion
+
+
+@runtime_checkable
+class StagedSizes(Protocol):
+    """Sizes of a model that a job or its phases train in stages, each with other FLOPs.
+
+    Attributes:
+        index_width: channels of the queries of all indexers, which choose keys.
+    """
+
+    index_width: int
+
+    def trained_by(self, config: JobConfig) -> Any:
+        """Return the sizes in the stage of a job, or of one of its phases."""
+        ...
 
 
 def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int) -> float:
@@ -29,12 +44,12 @@ def flops_per_token(config: JobConfig, sizes: Any, *, causal: bool, length: int 
 
     Args:
         config: the job, or that of a phase.
-        sizes: sizes of the model. Those of a model that is trained in stages have a method `trained_by`.
+        sizes: sizes of the model.
         causal: count only the pairs of queries and keys that a causal mask leaves.
         length: tokens of a sequence. 0: the job's.
     """
-    trained_by = getattr(sizes, "trained_by", None)
-    sizes = trained_by(config) if trained_by else sizes
+    if isinstance(sizes, StagedSizes):
+        sizes = sizes.trained_by(config)
     return sizes.flops_per_token(length or config.training.seq_len, causal=causal)
 
 

@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 
 from titan.config.layout import Layout, keeps_gathered
 from titan.config.schema import ActivationCheckpointSection, JobConfig
+from titan.observe.flops import StagedSizes
 from titan.parallel.sac_save_list import parse_blocks, parse_rule
 
 from .routing import busiest_rank
@@ -42,7 +43,7 @@ num_block_params and num_embedding_params; for a mixture of experts also titan.m
 
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SPARSE_ROWS = 128  # of titan/contrib/transformers/sparse_attention.py
+_SPARSE_ROWS = 128  # that layers which choose their keys compute at a time
 
 
 def estimate_memory(
@@ -162,17 +163,20 @@ def _sparse_bytes(config: JobConfig, model: ModelSizes, layout: Layout) -> float
     of all heads for the target of the indexer's loss, or three of the indexer's heads, or gradients of keys and values, in fp32 and as computed.
     """
     job: Any = config
-    if not getattr(model, "index_width", 0) or job.sparse_attention.stages[0] == "dense":
+    if not isinstance(model, StagedSizes) or not model.index_width:
         return 0.0
+    if job.sparse_attention.stages[0] == "dense":
+        return 0.0
+    sizes: Any = model
     item, training = _BYTES[config.training.compute_dtype], config.training
-    queries, heads = training.seq_len / layout.cp, model.n_heads / layout.tp
+    queries, heads = training.seq_len / layout.cp, sizes.n_heads / layout.tp
     rows = min(_SPARSE_ROWS, queries)
-    of_target = heads * (3 * 4 * rows + item * model.head_dim)
-    of_scores = 3 * 4 * rows * model.index_heads
-    of_keys = 2 * heads * model.head_dim * (4 + item)
+    of_target = heads * (3 * 4 * rows + item * sizes.head_dim)
+    of_scores = 3 * 4 * rows * sizes.index_heads
+    of_keys = 2 * heads * sizes.head_dim * (4 + item)
     # Masks and scores of one choice are 16 bytes a query and key.
     of_layer = training.seq_len * (max(of_target, of_scores, of_keys) + 16 * rows)
-    choices = queries * 4 * model.choices / layout.pp * _in_flight(config, layout)
+    choices = queries * 4 * sizes.choices / layout.pp * _in_flight(config, layout)
     return training.local_batch_size * (choices + of_layer / _num_microbatches(config, layout))
 
 

@@ -65,7 +65,7 @@ class IndexerStages(Hook):
     def freeze(self) -> None:
         """Remove the gradients of what the stage does not train. In "dense", indexers have none."""
         for parameter in self.others if self.stage == "indexer" else ():
-            parameter.grad = None
+            del parameter.grad  # sets it to None
 
     def updated(self, report: StepReport) -> None:
         step, self.measured = self.trainer.train_step, None

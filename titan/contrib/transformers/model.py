@@ -287,7 +287,7 @@ def _sizes(
     most = max(heads.values())
     # A layer without an indexer of its own reads the choice of another.
     choosing = [s for s in modules_of(model, SparseAttention).values() if s.width]
-    index_heads = getattr(model.hf.config, "index_n_heads", 0)
+    index_heads = model.hf.config.to_dict().get("index_n_heads", 0)
     return TransformersConfig(
         source=source,
         dim=dim,
