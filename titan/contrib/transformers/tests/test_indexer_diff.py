@@ -26,12 +26,14 @@ NAME = "layers.1.self_attn.indexer"
 
 
 def choose(bug: str, sparse: SparseAttention, *scored: Any) -> Tensor:
-    """Choose the latest of equal scores, as other code may ("tie"), or leave out the best key ("flip")."""
+    """Choose the latest of equal scores, as other code may ("tie"), or leave out the best key, too ("flip")."""
     found = []
     for _, scores in sparse._candidates(*scored):
         order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-        first = int(bug == "flip")
-        found.append(scores.shape[-1] - 1 - order[..., first : first + sparse.keys].int())
+        chosen = scores.shape[-1] - 1 - order[..., : sparse.keys].int()
+        if bug == "flip":
+            chosen[..., 0] = chosen[..., -1]
+        found.append(chosen)
     return torch.cat(found, dim=2)
 
 
