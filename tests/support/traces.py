@@ -98,6 +98,10 @@ def on_cpu(*_: Any) -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         settings: dict[str, Any] = {"attn_mask": device._added(attn_mask, q), "scale": scale}
+        if v.shape[-1] != q.shape[-1]:  # which the fused kernel does not have
+            settings["enable_gqa"] = enable_gqa
+            math = torch.ops.aten._scaled_dot_product_attention_math
+            return math(q, k, v, settings.pop("attn_mask"), dropout_p, is_causal, **settings)[0]
         # The second result is the logsumexp, which only backward uses.
         return getattr(torch.ops.aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
 

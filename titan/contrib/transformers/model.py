@@ -284,9 +284,10 @@ def _sizes(
         expert_dim = expert_dim or module.down_proj.numel() // total // dim
     matrices = (p for p in model.layers.parameters() if p.ndim > 1)
     matmuls = sum(p.numel() * share.get(p, 1) for p in matrices)
-    named = model.named_parameters()
-    of_indexers = sum(p.numel() for n, p in named if ".indexer." in n and p.ndim > 1)
     most = max(heads.values())
+    # A layer without an indexer of its own reads the choice of another.
+    choosing = [s for s in modules_of(model, SparseAttention).values() if s.width]
+    index_heads = model.hf.config.to_dict().get("index_n_heads", 0)
     return TransformersConfig(
         source=source,
         dim=dim,
@@ -307,8 +308,12 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.values()),
         matmul_params=int(matmuls) + output.weight.numel(),
         recurrent_flops=sum(part.recurrence or 0 for part in probe),
-        index_params=of_indexers,
-        index_width=sum(sparse.width for sparse in modules_of(model, SparseAttention).values()),
+        index_width=sum(sparse.width for sparse in choosing),
+        index_params=sum(
+            p.numel() for n, p in model.named_parameters() if ".indexer." in n and p.ndim > 1
+        ),
+        index_heads=index_heads,
+        choices=sum(s.keys * (index_heads if s.block > 1 else 1) for s in choosing),
         heads_of_blocks=tuple(heads.values()),
         windows=tuple(windows.values()),
         table_positions=_table_positions(model),

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.hf_families import std_of, twin_with
@@ -195,18 +193,6 @@ def test_attention_is_not_trained_by_the_loss() -> None:
     assert all(grad.any() for grad in found[1][3:])
 
 
-@pytest.mark.parametrize("kind", [TOKENS, BLOCKS], ids=["tokens", "blocks"])
-def test_rows_at_a_time_change_nothing(kind: dict[str, Any]) -> None:
-    results = []
-    for rows in (1, 7, 64):
-        tensors = [None if x is None else x.requires_grad_() for x in inputs(kind, ties=True)]
-        out, _ = titan(kind, tensors, IDS, rows=rows, loss_coeff=1.0)
-        results.append([out, *(x.grad for x in tensors if x is not None)])
-    for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            torch.testing.assert_close(x, y)
-
-
 def test_a_kept_choice_is_not_made_again() -> None:
     """A recomputation takes the choice of the forward pass."""
     sparse = SparseAttention(**TOKENS)
@@ -219,54 +205,6 @@ def test_a_kept_choice_is_not_made_again() -> None:
     sparse.route_sources = [source]
     sparse.choose = None  # pyrefly: ignore
     assert sparse.index(*index) is kept and put[0] is kept
-
-
-class Sizes(TorchDispatchMode):
-    """The most numbers in a tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.most = max(self.most, x.numel())
-        return result
-
-
-@pytest.mark.parametrize("kind", [TOKENS, BLOCKS], ids=["tokens", "blocks"])
-def test_memory_grows_with_the_length_and_not_with_its_square(kind: dict[str, Any]) -> None:
-    """The tensors saved for the backward pass, and the largest tensor of both passes."""
-    kept, most = [], []
-    for length in (1024, 2048):
-        sparse = SparseAttention(**kind)
-        sparse.heads, sparse.loss_coeff = H, 1.0
-        groups, heads = (2, 2) if "block" in kind else (H, 3)
-        shapes = [(1, H, length, K), (1, groups, length, K), (1, groups, length, V)]
-        shapes += [(1, length, heads, 8), (1, length, 8), (1, length, heads)]
-        tensors: list[Any] = [drawn(*s, seed=n).requires_grad_() for n, s in enumerate(shapes)]
-        if "block" in kind:
-            tensors[-1] = None
-        saved: list[int] = []
-
-        def note(x: Tensor, saved: list[int] = saved) -> Tensor:
-            saved.append(x.numel())
-            return x
-
-        with Sizes() as sizes, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            q, k, v, *index = tensors
-            of_index: Any = *index, index[0]
-            out = sparse.attend(InnerAttention(), q, k, v, sparse.index(*of_index))
-            kept.append(sum(saved))
-            out.sum().backward()
-        most.append(sizes.most)
-    assert kept[1] == 2 * kept[0] and most[1] == 2 * most[0]
-    # A mask of one head would be as large as this.
-    assert most[1] < 2048 * 2048
 
 
 def sizes_of(kind: str = "deepseek_v32", **fields: Any) -> Any:

@@ -154,7 +154,7 @@ ROWS += [
     for row in LAYOUTS
     if row.name in TEN
 ]
-DENSE_KEYS = [row for row in LAYOUTS if row.name in ("FSDP2", "PP", "CP x TP")]
+DENSE_KEYS = [row for row in LAYOUTS if row.name in ("FSDP2", "DDP", "PP", "CP x TP")]
 
 
 TIED = [row for row in LAYOUTS if row.name in ("TP+SP", "CP")]
@@ -209,8 +209,12 @@ def test_planted_ties(kind: str, layout: Layout, alone: Any, pool: Pool) -> None
 
 @pytest.mark.parametrize("layout", DENSE_KEYS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_over_all_keys_too(kind: str, layout: Layout, alone: Any, pool: Pool) -> None:
-    section = {**LEARNS, "stages": ["indexer"]}
+@pytest.mark.parametrize("stage", ["indexer", "dense"])
+def test_over_all_keys_too(
+    stage: str, kind: str, layout: Layout, alone: Any, pool: Pool
+) -> None:
+    """In the stage "dense" indexers have no gradients, and the others are the same on any layout."""
+    section = {**LEARNS, "stages": [stage]}
     model, expected = alone(kind, section)
     check(pool, replace(layout, model=model), expected, section)
 
