@@ -37,7 +37,7 @@ ETHERNET = H100.model_copy(update={"nic_gb_per_s": 1.5625})
         ("broadcast", range(16), 1 / 8),
     ],
 )
-def test_bytes_of_a_card_by_hand_and_by_the_price(kind: str, ranks: range, sent: float) -> None:
+def test_bytes_of_a_card_by_hand_and_by_the_price(kind: Any, ranks: range, sent: float) -> None:
     size, group = 2**34, Group("g", ("dp_shard",), tuple(ranks))
     found = card_bytes(transfer_of(kind, size), group, ETHERNET, dispatch=None, rank=0)
     assert found == pytest.approx(sent * size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,7 @@ def degrees_of(axes: Mapping[str, int]) -> dict[str, int]:
     return {DEGREES[axis]: size for axis, size in axes.items()}
 
 
-def job(
-    folder: Any = None, *, base: Any = SMALL, phase: Sequence[Any] = (), **changes: Any
-) -> JobConfig:
+def job(folder: Any = None, *, base: Any = SMALL, phase: Any = (), **changes: Any) -> JobConfig:
     """Return a config: `base`, with each section of `changes` merged into its section.
 
     Args:
@@ -52,7 +50,7 @@ def job(
         sections["job"] = {"dump_folder": str(folder)}
     for name, change in changes.items():
         sections[name] = sections.get(name, {}) | dict(change)
-    return JobConfig.model_validate({**sections, "phase": [*phase]})
+    return JobConfig.model_validate(sections | ({"phase": [*phase]} if phase else {}))
 
 
 def with_changes(base: Sections, **changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
