@@ -55,6 +55,16 @@ def pool() -> Pool:
     return Pool()
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make this process the one rank of a default process group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
     """Undo what commands do to their process, where a test calls them in this one: signals, and variables such as --quiet's."""

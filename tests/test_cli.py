@@ -394,16 +394,16 @@ def test_a_check_without_hardware_says_what_it_counted(
     assert "for this CPU" not in capsys.readouterr().out
 
 
-def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
     seen: list[list[str]] = []
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 0)
     monkeypatch.setattr("titan.run.train.main", lambda argv: seen.append(argv) or 75)
-    assert cli.main(["train", DEBUG, "--training.steps=5"]) == 75
+    shell("train", DEBUG, "--training.steps=5", code=75)
     assert seen == [[DEBUG, "--training.steps=5"]]
     monkeypatch.setenv("RANK", "0")  # under torchrun nothing is checked or started here
-    assert cli.main(["train", "anything.toml", "--nproc", "4"]) == 75
+    shell("train anything.toml --nproc 4", code=75)
     assert seen[1] == ["anything.toml"]
 
 

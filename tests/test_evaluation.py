@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.jobs import SMALL, with_changes
+from tests.support.jobs import SMALL, degrees_of, with_changes
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.tables import table as rows_of
@@ -29,13 +29,6 @@ from titan.data.tokenizer import bytes_tokenizer
 from titan.losses.loss import IGNORED, LossSum
 
 SHIPPED = ["stdlib_choice", "stdlib_cloze"]
-DEGREES = {
-    "dp": "data_parallel_shard_degree",
-    "tp": "tensor_parallel_degree",
-    "cp": "context_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-}
 MOE = {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 2, "n_dense_layers": 1}}
 EVALUATED = with_changes(
     SMALL,
@@ -75,7 +68,7 @@ def shown(
     pool: Pool, folder: Path, base: dict[str, Any], **layout: int
 ) -> tuple[Any, Any, Any]:
     """Return scores, the row of the step that evaluated, and the texts."""
-    parallelism = {DEGREES[axis]: n for axis, n in ({"dp": 1} | layout).items()}
+    parallelism = degrees_of({"dp": 1} | layout)
     ranks = math.prod(n for axis, n in layout.items() if axis != "ep")
     scores = pool.run(ranks, run, folder, with_changes(base, parallelism=parallelism))
     assert all(of_rank == scores[0] for of_rank in scores)  # every rank has all of them

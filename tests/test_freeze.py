@@ -14,8 +14,9 @@ import torch.distributed as dist
 from tests.sim.test_trace_jobs import left_behind, trace_of
 from tests.support import traces
 from tests.support.jobs import job as any_job
+from tests.support.runs import numbers
 from tests.support.trainers import Trainer
-from tests.test_trainer import BASE, numbers, run
+from tests.test_trainer import BASE, run
 from titan.base.untrusted import InputError
 from titan.checkpoint.manager import CheckpointError
 from titan.sim.record.trace import Allocate

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.losses import cross_entropy_sum
+from tests.support.operations import Watch
 from tests.support.ranks import Pool
 from titan.losses.loss import (
     IGNORED,
@@ -80,16 +80,13 @@ def _largest_tensor(run: Callable[[], object], *, dtype: torch.dtype | None = No
     """Elements of the largest tensor that an operation returns."""
     largest = 0
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple) else (result,):
-                if isinstance(tensor, torch.Tensor) and dtype in (None, tensor.dtype):
-                    largest = max(largest, tensor.numel())
-            return result
+    def see(func: Any, args: Any, result: Any) -> None:
+        nonlocal largest
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and dtype in (None, tensor.dtype):
+                largest = max(largest, tensor.numel())
 
-    with Watch():
+    with Watch(see):
         run()
     return largest
 
@@ -181,18 +178,13 @@ def test_a_loss_that_is_kept_keeps_no_gradients(with_weight: bool) -> None:
     """Pipeline schedules keep the loss of every microbatch to the end of the step: fp32 gradients of the weight would add up."""
     made: list[tuple[int, StorageWeakRef]] = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
-                made.append((result.numel(), StorageWeakRef(result.untyped_storage())))
-            return result
+    def see(func: Any, args: Any, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            made.append((result.numel(), StorageWeakRef(result.untyped_storage())))
 
     weight = torch.randn(500, 16, requires_grad=True) if with_weight else None
     input = torch.randn(8, 16 if with_weight else 500, requires_grad=True)
-    with Watch():
+    with Watch(see):
         loss = cross_entropy_sum(input, torch.arange(8), chunk_tokens=4, weight=weight)
         loss.backward()
     for tensor in (input, weight):
@@ -396,24 +388,13 @@ def test_inductor_reads_the_logits_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_pass_of_the_weight_gradient_but_its_matmuls() -> None:
     """Neither zeros before the first chunk, nor an addition to them: at C of N tokens, N/C matmuls and N/C - 1 additions."""
     weight, x = torch.randn(50, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
-    with Names() as names:
+    found = []
+
+    def see(func: Any, args: Any, result: Any) -> None:
+        if not func.is_view and getattr(result, "shape", None) == weight.shape:
+            found.append(func.overloadpacket.__name__)
+
+    with Watch(see):
         loss = cross_entropy_sum(x, torch.randint(50, (12,)), chunk_tokens=4, weight=weight)
-    of_weight = [name for name, shape in names.found if shape == weight.shape]
-    assert sorted(of_weight) == ["add_"] * 2 + ["mm"] * 3
+    assert sorted(found) == ["add_"] * 2 + ["mm"] * 3
     loss.backward()
-
-
-class Names(TorchDispatchMode):
-    """Operations that write a tensor, with its shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, torch.Size]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view:
-            self.found.append((func.overloadpacket.__name__, result.shape))
-        return result

@@ -18,7 +18,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND
 from tests.support.ranks import Pool
-from tests.support.runs import Run, logged_rows, saved_tensors
+from tests.support.runs import Run, numbers, saved_tensors
 from tests.support.tables import table
 from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.base.signals import StopRequest
@@ -51,10 +51,7 @@ BASE = with_changes(
 
 
 def job(folder: Path | str, *phases: dict[str, Any], **changes: Any) -> JobConfig:
-    config = any_job(folder, base=BASE, **changes)
-    return JobConfig.model_validate(
-        config.model_dump() | {"phase": [*(phases or (LONG, SPLIT))]}
-    )
+    return any_job(folder, base=BASE, phase=phases or (LONG, SPLIT), **changes)
 
 
 def train(
@@ -112,11 +109,6 @@ def alone(folder: Path, *phases: dict[str, Any], **changes: Any) -> Path:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return alone(tmp_path_factory.mktemp("phases") / "whole", LONG, SPLIT)
-
-
-def numbers(folder: Path) -> list[tuple[float, ...]]:
-    names = ("step", "loss", "grad_norm", "lr", "tokens")
-    return [tuple(row[name] for name in names) for row in logged_rows(folder)]
 
 
 def errors(folder: Path, whole: Path, last: int = STEPS) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.support.jobs import ROOT, SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND, largest, whole_gradients
 from tests.support.ranks import Pool
-from tests.support.runs import logged_rows, same_tensors, saved_tensors
+from tests.support.runs import logged_rows, numbers, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.checks.phase_rules import check_borders
 from titan.checks.rules import check_to_run
@@ -55,9 +56,7 @@ BASE = with_changes(
 FLOPS = any_job(base=BASE).model.sizes.flops_per_token
 
 
-def job(folder: Path | str, **changes: Any) -> JobConfig:
-    config = any_job(folder, base=BASE, **changes)
-    return JobConfig.model_validate(config.model_dump() | {"phase": PHASES})
+job = partial(any_job, base=BASE, phase=PHASES)
 
 
 def finish(
@@ -75,11 +74,6 @@ def finish(
     trainer.train_step.optimizer.register_step_pre_hook(keep)
     run_to_end(trainer)
     return trainer, gradients
-
-
-def numbers(folder: Path) -> list[tuple[float, ...]]:
-    names = ("step", "loss", "grad_norm", "lr", "tokens")
-    return [tuple(row[name] for name in names) for row in logged_rows(folder)]
 
 
 steps_left: list[float] = []  # of the whole run, as the timer gets them
@@ -213,9 +207,10 @@ def course(folder: Path, data: Path, **changes: Any) -> JobConfig:
         },
         {"type": "text", "path": str(data / "a.txt"), "weight": 0.4},
     ]
-    config = any_job(
+    return any_job(
         folder,
         base=BASE,
+        phase=[{"from_step": 4, "global_batch_size": 8, "weights": [0.3, 0.7]}],
         model={"overrides": {"n_layers": 2, "num_mtp_modules": 1}},
         tokenizer={"name": "bytes", "chat_template": str(data / "chat.jinja")},
         data={
@@ -228,8 +223,6 @@ def course(folder: Path, data: Path, **changes: Any) -> JobConfig:
         average={"enable": True, "decay": 0.5},
         **changes,
     )
-    phase = {"from_step": 4, "global_batch_size": 8, "weights": [0.3, 0.7]}
-    return JobConfig.model_validate(config.model_dump() | {"phase": [phase]})
 
 
 def go_on(folder: Path, data: Path, parallelism: dict[str, int]) -> None:
@@ -308,8 +301,7 @@ def test_a_phase_that_names_degrees_alone_keeps_the_batch() -> None:
         {"from_step": 5, "min_lr_factor": 0.5},
         {"from_step": 7, "local_batch_size": 4},
     ]
-    sections = with_changes(SMALL, training={"steps": 8, "seq_len": 128})
-    config = JobConfig.model_validate({**sections, "phase": table})
+    config = any_job(training={"steps": 8, "seq_len": 128}, phase=table)
     phases = phases_of(config, world_size=2)
     assert [phase.tokens_per_step for phase in phases] == [512] * 4
     assert [phase.layout.accumulation for phase in phases] == [1, 2, 2, 1]
@@ -318,9 +310,8 @@ def test_a_phase_that_names_degrees_alone_keeps_the_batch() -> None:
 
 def test_a_batch_that_a_new_layout_cannot_keep_is_refused() -> None:
     degrees = {"tensor_parallel_degree": 2}  # 3 x 2 sequences; then 6 x 2 pass at once
-    sections = with_changes(SMALL, training={"steps": 8}, parallelism=degrees)
     table = [{"from_step": 3, "tensor_parallel_degree": 1}]
-    config = JobConfig.model_validate({**sections, "phase": table})
+    config = any_job(training={"steps": 8}, parallelism=degrees, phase=table)
     [*_, problem] = check_borders(config, 6)
     assert problem[0] == "phase[0].tensor_parallel_degree"
     assert "set global_batch_size or local_batch_size in the phase" in problem[1]

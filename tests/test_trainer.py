@@ -46,10 +46,6 @@ def run(config: JobConfig, *, stop: StopRequest | None = None) -> int | None:
         trainer.close()
 
 
-def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
-    return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in logged_rows(folder)]
-
-
 @pytest.mark.parametrize("late", [0, 1])
 def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int

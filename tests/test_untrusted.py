@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.bombs import Bomb
 from tests.support.commands import finished
 from tests.support.tables import table
 from titan.base.untrusted import (
@@ -144,11 +145,7 @@ JSON = (*JSON, list_for_table, escapes, escape_keys)
 
 
 def bomb(file: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(file.parents[2] / "executed"),)
-
-    file.write_bytes(pickle.dumps(Bomb()))
+    file.write_bytes(pickle.dumps(Bomb(file.parents[2] / "executed")))
 
 
 def long_header(file: Path) -> None:

@@ -13,50 +13,29 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.support.jobs import job
 from tests.support.ranks import Pool
-from tests.support.runs import logged_rows
+from tests.support.runs import numbers, saved_tensors
 from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer, run_to_end
 from titan.checkpoint.manager import (
     CheckpointManager,
     SaveFailed,
     list_steps,
-    load,
-    stored_shapes,
 )
 from titan.checkpoint.manifest import find_damage
-from titan.config.schema import CheckpointSection, JobConfig
+from titan.config.schema import CheckpointSection
 
 
 def train(folder: Path, mode: str, steps: int, parallelism: dict[str, int]) -> None:
-    config = JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "model": {"flavor": "tiny", "overrides": {"n_layers": 2}},
-            "training": {
-                "dataset": "synthetic",
-                "seq_len": 16,
-                "local_batch_size": 2,
-                "steps": steps,
-                "mixed_precision_param": "float32",
-            },
-            "parallelism": parallelism,
-            "lr_scheduler": {"warmup_steps": 2, "total_steps": 6},
-            "metrics": {"log_freq": 1},
-            "checkpoint": {"interval": 1, "async_mode": mode, "keep_latest_k": 0},
-        }
+    config = job(
+        folder,
+        training={"seq_len": 16, "steps": steps},
+        parallelism=parallelism,
+        lr_scheduler={"warmup_steps": 2, "total_steps": 6},
+        checkpoint={"interval": 1, "async_mode": mode, "keep_latest_k": 0},
     )
     run_to_end(PoolTrainer(config))
-
-
-def numbers(folder: Path) -> list[tuple[float, ...]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in logged_rows(folder)]
-
-
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    state = {name: torch.empty(s, dtype=d) for name, (s, d) in stored_shapes(path).items()}
-    load(path, state)
-    return state
 
 
 @tabled("mode, parallelism")
@@ -73,7 +52,7 @@ def test_resumed_equals_uninterrupted(
     for step in range(1, 7):
         paths = [folder / "checkpoint" / f"step-{step}" for folder in (sync, whole, parts)]
         assert not any(find_damage(path) for path in paths)
-        expected, *others = map(stored, paths)
+        expected, *others = (saved_tensors(path, rng=True) for path in paths)
         for found in others:
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -142,7 +121,7 @@ def test_plans_that_are_kept_describe_what_is_saved(pool: Pool, tmp_path: Path) 
     for step in (1, 2, 3, 4, 6):
         path = tmp_path / "checkpoint" / f"step-{step}"
         assert not find_damage(path)
-        found, rows = stored(path), 4 if step == 3 else 2
+        found, rows = saved_tensors(path, rng=True), 4 if step == 3 else 2
         of_rank = [torch.full((rows, 3), 10.0 * step + rank) for rank in (0, 1)]
         assert torch.equal(found["model.x"], torch.cat(of_rank))
         assert torch.equal(found["model.y"], torch.full((3,), 10.0 * step))

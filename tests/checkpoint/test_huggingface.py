@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support import jobs
+from tests.support.bombs import Bomb
 from tests.support.commands import Shell
 from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
@@ -36,11 +37,10 @@ from tests.support.trainers import PoolTrainer, run_to_end
 from titan.checkpoint import SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig, TokenizerSection
-from titan.huggingface import convert, export
+from titan.huggingface import export
 from titan.huggingface import load as huggingface
 from titan.huggingface.export import Export, export_state, whole_of
 from titan.huggingface.load import INDEX, HFModel, model_keys, open_folder, read_sizes
@@ -50,12 +50,6 @@ transformers = pytest.importorskip("transformers")
 
 DEBUG = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
 Degrees = dict[str, int]
-KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "tp": "tensor_parallel_degree",
-}
 ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -133,7 +127,7 @@ def job(
         folder,
         model=model or model_keys(*read_sizes(open_folder(source)), source),
         training={"global_batch_size": 8},
-        parallelism={KEYS[axis]: degree for axis, degree in degrees.items()},
+        parallelism=jobs.degrees_of(degrees),
         checkpoint=checkpoint,
     )
 
@@ -184,7 +178,7 @@ def through_titan_job(
     config = job(source, degrees, folder=folder, model=keys)
     check_to_run(config, world_size=dist.get_world_size())
     layout = resolve_layout(config, dist.get_world_size())
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in (*KEYS, "cp")})
+    mesh = build_mesh("cpu", **layout.degrees)
     train_step = build_step(config, mesh)
     state = checkpoints.model_state(train_step.model_parts)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
@@ -275,33 +269,6 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in logged_rows(run)]
 
 
-def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> None:
-    source = sources["qwen3", False]
-    assert convert.main(["from-hf", str(source), str(tmp_path / "step")]) == 0
-    by_step, by_folder, drawn = (tmp_path / name for name in ("a", "b", "c"))
-    step = str(tmp_path / "step" / "checkpoint" / "step-0")
-    hf = {"initial_load_in_hf": True, "initial_load_path": str(source)}
-    last = {"last_save_in_hf": True, "last_save_model_only": True, "export_dtype": "bfloat16"}
-    pool.run(2, train, job(source, {}, folder=by_step, initial_load_path=step))
-    pool.run(2, train, job(source, {"pp": 2}, folder=by_folder, **hf, **last))
-    pool.run(1, train, job(source, {}, folder=drawn, enable=False))
-    assert losses(by_step) == pytest.approx(losses(by_folder), rel=1e-5)
-    # Those of the drawn weights are not the same.
-    assert abs(losses(by_step)[0] - losses(drawn)[0]) > 0.01
-    step_2 = (
-        by_folder / "checkpoint" / "step-2"
-    )  # TorchTitan's place; the checkpoint stays whole
-    assert find_damage(step_2) == []
-    saved = tensors_of(step_2)
-    model = HFModel.of("qwen3", job(source, {}, folder=drawn).model.sizes)
-    stored = {
-        f"model.{ours}": torch.empty(shape, dtype=torch.bfloat16)
-        for ours, shape in model.shapes.items()
-    }
-    checkpoints.load(by_folder / "checkpoint" / "step-2", stored)
-    assert_same(saved, {model.names[k.removeprefix("model.")]: v for k, v in stored.items()})
-
-
 def test_another_model_than_the_jobs(sources, pool: Pool, tmp_path: Path) -> None:
     hf = {"initial_load_in_hf": True, "initial_load_path": str(sources["llama3", True])}
     config = job(sources["llama3", False], {}, folder=tmp_path, **hf)
@@ -336,24 +303,22 @@ def test_weights_of_two_axes_are_gathered_without_a_warning(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_command_there_and_back(
-    name: str, sources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_there_and_back(name: str, sources, tmp_path: Path, shell: Shell) -> None:
     source, there, back = sources[name, True], tmp_path / "there", tmp_path / "back"
     with_tokenizer = tmp_path / "source"
     with_tokenizer.mkdir()
     for file in source.iterdir():
         (with_tokenizer / file.name).write_bytes(file.read_bytes())
     write_tokenizer(with_tokenizer)
-    assert convert.main(["from-hf", str(with_tokenizer), str(there)]) == 0
+    shell(f"convert from-hf {with_tokenizer} {there}")
     config = load_config(DEBUG, overlays=[there / "config.toml"])
     assert config.model.name == name and config.checkpoint.initial_load_path
     assert config.tokenizer == TokenizerSection(path=str(there / "tokenizer")), (
         "the job's own wins"
     )
-    argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
-    assert convert.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
-    assert "in bfloat16" in capsys.readouterr().out
+    options = "--dtype bfloat16 --max-shard-size 30KB"
+    printed = shell(f"convert to-hf {there}/checkpoint/step-0 {back} {options}").out
+    assert "in bfloat16" in printed
     expected = {key: value.bfloat16() for key, value in tensors_of(source).items()}
     assert_same(tensors_of(back), expected)
     files = [load_file(file) for file in back.glob("*.safetensors")]
@@ -373,19 +338,21 @@ def test_command_there_and_back(
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
     assert tokenizer.encode("a b") == [3, 4]
     again = tmp_path / "again"
-    assert convert.main(["to-hf", str(there), str(again)]) == 0
+    shell(f"convert to-hf {there} {again}")
     assert_same(tensors_of(again), tensors_of(source))
     assert torch.equal(logits(again), logits(source))
 
 
-def test_the_checkpoints_of_a_run_that_keeps_them_elsewhere(sources, tmp_path: Path) -> None:
+def test_the_checkpoints_of_a_run_that_keeps_them_elsewhere(
+    sources, tmp_path: Path, shell: Shell
+) -> None:
     source, run = sources["qwen3", False], tmp_path / "run"
-    assert convert.main(["from-hf", str(source), str(run)]) == 0
+    shell(f"convert from-hf {source} {run}")
     (run / "checkpoint").rename(run / "elsewhere")
     config = (run / "config.toml").read_text()
     config = config.replace("[checkpoint]", '[checkpoint]\nfolder = "elsewhere"')
     (run / "config.toml").write_text(config)
-    assert convert.main(["to-hf", str(run), str(tmp_path / "out")]) == 0
+    shell(f"convert to-hf {run} {tmp_path}/out")
     assert_same(tensors_of(tmp_path / "out"), tensors_of(source))
 
 
@@ -429,14 +396,6 @@ def test_published_configs_are_our_flavors(
 
 
 # ---- what is refused -------------------------------------------------------------------------------
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return Path.touch, (self.path,)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -568,7 +527,7 @@ def test_refused_in_a_line_that_names_it(
 
 def test_a_step_of_another_model(sources, tmp_path: Path, shell: Shell) -> None:
     there = tmp_path / "there"
-    assert convert.main(["from-hf", str(sources["llama3", True]), str(there)]) == 0
+    shell(f"convert from-hf {sources['llama3', True]} {there}")
     config = there / "config.toml"
     assert "[tokenizer]" not in config.read_text(), "the folder has none"
     config.write_text(config.read_text().replace("n_layers = 2", "n_layers = 3"))

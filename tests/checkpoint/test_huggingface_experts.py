@@ -29,10 +29,10 @@ from tests.support.tables import table, tabled
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import resolve_layout
 from titan.config.model import family
 from titan.config.schema import CheckpointSection, JobConfig
-from titan.huggingface import convert
 from titan.huggingface import load as huggingface
 from titan.huggingface.export import Export, export_state, require_same_model
 from titan.huggingface.load import HFFolder, HFModel, model_keys, open_folder, read_sizes
@@ -81,12 +81,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back(name: str, sources, tmp_path: Path) -> None:
+def test_there_and_back(name: str, sources, tmp_path: Path, shell: Shell) -> None:
     source, there, back = sources[name], tmp_path / "there", tmp_path / "back"
     stored = tensors_of(source)
     assert any(".experts." in key for key in stored)
-    assert convert.main(["from-hf", str(source), str(there)]) == 0
-    assert convert.main(f"to-hf {there} {back} --max-shard-size 100KB".split()) == 0
+    shell(f"convert from-hf {source} {there}")
+    shell(f"convert to-hf {there} {back} --max-shard-size 100KB")
     assert_same(tensors_of(back), stored)
     expected = logits(source)
     assert torch.equal(logits(back), expected)
@@ -106,8 +106,7 @@ def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tupl
     """Load a folder and export it; elements of experts on this rank, and of all parameters."""
     config = with_ep(job(source, degrees, folder=folder), ep)
     layout = resolve_layout(config, dist.get_world_size())
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in axes})
+    mesh = build_mesh("cpu", **layout.degrees)
     train_step = build_step(config, mesh)
     state: Any = checkpoints.model_state(train_step.model_parts)
     model = HFModel.of(config.model.name, config.model.sizes)
@@ -136,7 +135,7 @@ def test_the_same_folder_from_every_degree(
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe"])
 def test_fused_experts_are_the_same_weights(
-    name: str, sources, pool: Pool, tmp_path: Path
+    name: str, sources, pool: Pool, tmp_path: Path, shell: Shell
 ) -> None:
     """As transformers 5 has them in memory: one tensor of a block's experts, gate over up."""
     fused, there, back = (tmp_path / folder for folder in ("fused", "there", "back"))
@@ -144,8 +143,8 @@ def test_fused_experts_are_the_same_weights(
     theirs.save_pretrained(fused, save_original_format=False)
     assert any(key.endswith("experts.gate_up_proj") for key in tensors_of(fused))
     pool.run(4, through_ranks, fused, {"dp_shard": 2, "tp": 2}, 2, tmp_path)
-    assert convert.main(["from-hf", str(fused), str(there)]) == 0
-    assert convert.main(["to-hf", str(there), str(back)]) == 0
+    shell(f"convert from-hf {fused} {there}")
+    shell(f"convert to-hf {there} {back}")
     for folder in (tmp_path / "out-2", back):
         assert_same(tensors_of(folder), tensors_of(sources[name]))
 
@@ -157,23 +156,34 @@ def with_ep(config: JobConfig, ep: int, **overrides: Any) -> JobConfig:
     return config.model_copy(update={"parallelism": parallel, "model": model})
 
 
-def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> None:
+def test_training_from_and_to_a_folder(
+    sources, pool: Pool, tmp_path: Path, shell: Shell
+) -> None:
     source, there = sources["DeepseekV3"], tmp_path / "there"
-    assert convert.main(["from-hf", str(source), str(there)]) == 0
+    shell(f"convert from-hf {source} {there}")
     step = str(there / "checkpoint" / "step-0")
     by_step = job(source, {}, folder=tmp_path / "a", initial_load_path=step)
     hf = {"initial_load_in_hf": True, "initial_load_path": str(source)}
-    last = {"last_save_in_hf": True, "export_dtype": "bfloat16"}
+    last = {"last_save_in_hf": True, "last_save_model_only": True, "export_dtype": "bfloat16"}
     by_folder = job(source, {}, folder=tmp_path / "b", **hf, **last)
     pool.run(1, train, by_step)
     pool.run(2, train, with_ep(by_folder, 2))
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-5)
-    before, after = tensors_of(source), tensors_of(tmp_path / "b" / "checkpoint" / "step-2")
+    # TorchTitan's place; the checkpoint stays whole.
+    saved = tmp_path / "b" / "checkpoint" / "step-2"
+    assert find_damage(saved) == []
+    before, after = tensors_of(source), tensors_of(saved)
     assert before.keys() == after.keys()
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     moved = (after[bias] - before[bias]).abs()
     assert after[bias].dtype == torch.float32 and 1e-4 < moved.max() < 3e-3
     assert after["model.norm.weight"].dtype == torch.bfloat16
+    model = HFModel.of("deepseek_v3", by_folder.model.sizes)
+    plain = {ours: model.names[ours] for ours in model.names.keys() - model.buffers.keys()}
+    names = {f"model.{ours}": name for ours, name in plain.items() if "{}" not in name}
+    stored = {ours: torch.empty_like(after[name]) for ours, name in names.items()}
+    checkpoints.load(saved, stored)
+    assert all(stored[ours].equal(after[name]) for ours, name in names.items())
     # Refused before the first step, not after the last one.
     qwen = job(sources["Qwen3Moe"], {}, folder=tmp_path / "c", **last)
     with pytest.raises(
@@ -208,9 +218,7 @@ def quantize(folder: Path, names: list[str]) -> dict[str, Tensor]:
     return expected
 
 
-def test_released_fp8_weights_and_their_extra_layer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_released_fp8_weights_and_their_extra_layer(tmp_path: Path, shell: Shell) -> None:
     source = tmp_path / "source"
     sizes = {"hidden_size": 192, "intermediate_size": 272, "num_hidden_layers": 2}
     torch.manual_seed(0)
@@ -234,10 +242,9 @@ def test_released_fp8_weights_and_their_extra_layer(
     index["weight_map"] = files | {"model.layers.2.eh_proj.weight": "mtp.safetensors"}
     (source / huggingface.INDEX).write_text(json.dumps(index))
 
-    assert convert.main(["from-hf", str(source), str(tmp_path / "there")]) == 0
-    assert "left out model.layers.2.*" in capsys.readouterr().out
-    out = f"to-hf {tmp_path}/there {tmp_path}/back --dtype bfloat16".split()
-    assert convert.main(out) == 0
+    printed = shell(f"convert from-hf {source} {tmp_path}/there").out
+    assert "left out model.layers.2.*" in printed
+    shell(f"convert to-hf {tmp_path}/there {tmp_path}/back --dtype bfloat16")
     back, whole = tensors_of(tmp_path / "back"), tensors_of(source)
     assert back.keys() == {k for k in whole if "layers.2" not in k and "scale_inv" not in k}
     for name, tensor in back.items():
@@ -306,10 +313,10 @@ def packed(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     return tmp_path / "source", pack(tmp_path / "source")
 
 
-def test_published_mxfp4_weights(packed, tmp_path: Path) -> None:
+def test_published_mxfp4_weights(packed, tmp_path: Path, shell: Shell) -> None:
     source, expected = packed
-    assert convert.main(["from-hf", str(source), str(tmp_path / "there")]) == 0
-    assert convert.main(["to-hf", str(tmp_path / "there"), str(tmp_path / "back")]) == 0
+    shell(f"convert from-hf {source} {tmp_path}/there")
+    shell(f"convert to-hf {tmp_path}/there {tmp_path}/back")
     stored, back = tensors_of(source), tensors_of(tmp_path / "back")
     assert back.keys() == {n for n in stored if not n.endswith(("_blocks", "_scales"))} | {
         *expected
@@ -401,7 +408,7 @@ def test_a_routing_bias_that_transformers_has_not(
     )
     with pytest.raises(SaveFailed, match=message):
         export_state(out, state, Export(model, torch.float32), group=CheckpointGroup())
-    assert convert.main(["from-hf", str(sources["Qwen3Moe"]), str(there)]) == 0
+    shell(f"convert from-hf {sources['Qwen3Moe']} {there}")
     step = there / "checkpoint" / "step-0"
     metadata = json.loads((step / "titan.json").read_text())
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=there)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.checkpoint.test_huggingface import TOKENS, assert_same, logits
+from tests.support.commands import Shell
 from tests.support.hf_folders import tensors_of
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.state import model_state
 from titan.config.model import family
-from titan.huggingface import convert
 from titan.huggingface.export import Export, export_state
 from titan.huggingface.load import HFModel, load, open_folder, read_sizes
 from titan.parallel import initialize
@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama3"])
-def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_and_back(name: str, tmp_path: Path, shell: Shell) -> None:
     source, there, back = (tmp_path / folder for folder in ("source", "there", "back"))
     plain, without = tmp_path / "plain", tmp_path / "without"
     flavor = family(name).FLAVORS["tiny"]
@@ -45,14 +45,12 @@ def test_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
         assert torch.equal(last["shared_head.head.weight"], stored["lm_head.weight"])
         assert "mlp.gate.e_score_correction_bias" in last
     # With the modules, and without.
-    assert convert.main(f"from-hf {source} {there} --mtp".split()) == 0
+    shell(f"convert from-hf {source} {there} --mtp")
     assert "num_mtp_modules = 2" in (there / "config.toml").read_text()
-    assert convert.main(["to-hf", str(there), str(back)]) == 0
+    shell(f"convert to-hf {there} {back}")
     assert_same(tensors_of(back), stored)
-    capsys.readouterr()
-    assert convert.main(["from-hf", str(source), str(without)]) == 0
-    assert "left out model.layers.2.*" in capsys.readouterr().out
-    assert convert.main(["to-hf", str(without), str(plain)]) == 0
+    assert "left out model.layers.2.*" in shell(f"convert from-hf {source} {without}").out
+    shell(f"convert to-hf {without} {plain}")
     assert tensors_of(plain).keys() == {
         k for k in stored if not k.startswith(("model.layers.2", "model.layers.3"))
     }

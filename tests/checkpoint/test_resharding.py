@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.commands import Shell
+from tests.support.jobs import degrees_of
+from tests.support.jobs import job as any_job
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows, saved_tensors
 from tests.support.steps import build_step
@@ -21,19 +25,11 @@ from tests.support.trainers import PoolTrainer
 from titan.checkpoint import manager as checkpoints
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
-from titan.huggingface import convert
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.step.train_step import TrainStep
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 32, 512
-KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
 Degrees = dict[str, int]
 LAYOUTS: dict[str, Degrees] = table(__file__, "layouts")
 SLOW = ("HSDP", "FSDP2 on 4", "PP x TP")  # to load into; the default run saves under all ten
@@ -54,40 +50,23 @@ def job(
 ) -> JobConfig:
     """The debug model, smaller, with the same global batch under every layout. modules: of multi-token prediction."""
     dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
-    return JobConfig.model_validate(
-        {
-            "job": {"dump_folder": str(folder)},
-            "model": {
-                "flavor": "tiny",
-                "overrides": {
-                    "n_layers": blocks,
-                    "vocab_size": VOCABULARY,
-                    "num_mtp_modules": modules,
-                },
-            },
-            "training": {
-                "dataset": "synthetic",
-                "seq_len": SEQUENCE,
-                "local_batch_size": GLOBAL_BATCH // dp,
-                "steps": steps,
-                "mixed_precision_param": "float32",
-            },
-            # An element whose gradient is next to nothing must not take its rounding error as a full step.
-            "optimizer": {"lr": 1e-3, "eps": 1e-6},
-            "lr_scheduler": {"warmup_steps": 2, "total_steps": STEPS},
-            "parallelism": {KEYS[axis]: degree for axis, degree in degrees.items()},
-            "checkpoint": {"interval": LEG_STEPS},
-            "metrics": {"log_freq": 1},
-            "debug": {"seed": seed},
-        }
+    return any_job(
+        folder,
+        model={
+            "overrides": {
+                "n_layers": blocks,
+                "vocab_size": VOCABULARY,
+                "num_mtp_modules": modules,
+            }
+        },
+        training={"local_batch_size": GLOBAL_BATCH // dp, "steps": steps},
+        # An element whose gradient is next to nothing must not take its rounding error as a full step.
+        optimizer={"lr": 1e-3, "eps": 1e-6},
+        lr_scheduler={"warmup_steps": 2, "total_steps": STEPS},
+        parallelism=degrees_of(degrees),
+        checkpoint={"interval": LEG_STEPS},
+        debug={"seed": seed},
     )
-
-
-def ranks(degrees: Degrees) -> int:
-    world = 1
-    for degree in degrees.values():
-        world *= degree
-    return world
 
 
 # ---- the loss curve --------------------------------------------------------------------------------
@@ -125,7 +104,7 @@ def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[i
     ("legs", "modules"), [(LEGS, 0), (MTP_LEGS, 2)], ids=["next token", "MTP"]
 )
 def test_the_loss_curve_goes_on_under_other_layouts(
-    legs: list[Degrees], modules: int, pool: Pool, tmp_path: Path
+    legs: list[Degrees], modules: int, pool: Pool, tmp_path: Path, shell: Shell
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     [(first, position, in_order)] = pool.run(1, run_leg, {}, whole, STEPS, modules)
@@ -137,7 +116,7 @@ def test_the_loss_curve_goes_on_under_other_layouts(
     seen = Seen()
     for number, degrees in enumerate(legs):
         end = (number + 1) * LEG_STEPS
-        result = pool.run(ranks(degrees), run_leg, degrees, parts, end, modules)
+        result = pool.run(prod(degrees.values()), run_leg, degrees, parts, end, modules)
         assert {leg[:2] for leg in result} == {(end - LEG_STEPS + 1, end * GLOBAL_BATCH)}
         for leg in result:
             assert not [n for n, was in leg[2].items() if seen.setdefault(n, was) != was]
@@ -163,7 +142,7 @@ def test_the_loss_curve_goes_on_under_other_layouts(
     exports: list[dict[str, torch.Size]] = []
     for folder in (whole, parts):
         out = folder / "exported"
-        assert convert.main(["to-hf", str(folder), str(out)]) == 0
+        shell(f"convert to-hf {folder} {out}")
         files = map(load_file, out.glob("*.safetensors"))
         exports.append({name: tensor.shape for file in files for name, tensor in file.items()})
     assert exports[0] == exports[1]
@@ -176,7 +155,7 @@ def test_the_loss_curve_goes_on_under_other_layouts(
 def build(degrees: Degrees, folder: Path, *, seed: int) -> TrainStep:
     config = job(degrees, folder=folder, steps=STEPS, seed=seed, blocks=2)
     layout = resolve_layout(config, dist.get_world_size())
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in KEYS})
+    mesh = build_mesh("cpu", **layout.degrees)
     return build_step(config, mesh)
 
 
@@ -244,7 +223,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, se
     for name, degrees in LAYOUTS.items():
         folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
         state: checkpoints.StateDict = {}
-        for result in pool.run(ranks(degrees), save_under, degrees, folder):
+        for result in pool.run(prod(degrees.values()), save_under, degrees, folder):
             for key, value in result.items():
                 assert torch.equal(state.setdefault(key, value), value)  # ranks agree
         torch.save(state, folder / "expected.pt")
@@ -258,7 +237,7 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, se
 )
 def test_any_layout_loads_into_any_other(layout: str, saved, pool: Pool) -> None:
     degrees = LAYOUTS[layout]
-    results = pool.run(ranks(degrees), load_under, degrees, list(saved))
+    results = pool.run(prod(degrees.values()), load_under, degrees, list(saved))
     for number, names in enumerate(saved.values()):
         assert any(name.endswith(".exp_avg_sq") for name in names)
         assert set().union(*(result[number] for result in results)) == names

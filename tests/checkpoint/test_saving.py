@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +26,7 @@ from tests.support.commands import Shell
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.metrics import read_json_lines
-from tests.support.runs import logged_rows
+from tests.support.runs import logged_rows, numbers, saved_tensors
 from tests.support.tables import table, tabled
 from tests.support.trainers import Trainer
 from titan.base.signals import StopRequest
@@ -42,7 +41,6 @@ from titan.checkpoint.manager import (
     load_rng_state,
     read_metadata,
     rng_state,
-    stored_shapes,
 )
 from titan.checkpoint.saved_model import find_checkpoint
 from titan.checkpoint.staging import Staging
@@ -75,19 +73,6 @@ def run(config: JobConfig) -> int | None:
         trainer.close()
 
 
-def numbers(folder: Path) -> list[tuple[float, ...]]:
-    return [
-        (row["step"], row["loss"], row["grad_norm"], row["tokens"])
-        for row in logged_rows(folder)
-    ]
-
-
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    state = {name: torch.empty(s, dtype=d) for name, (s, d) in stored_shapes(path).items()}
-    load(path, state)
-    return state
-
-
 # ---- resumed = uninterrupted -----------------------------------------------------------------------
 
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = table(__file__, "ways")
@@ -98,34 +83,24 @@ def test_resumed_equals_uninterrupted_bit_for_bit(way: str, tmp_path: Path) -> N
     mode, optimizer, training = WAYS[way]
     training = job(tmp_path).training.model_dump(include={"dataset", "seq_len"}) | training
     common = {"local_batch_size": 2, "mixed_precision_param": "float32"}
-    settings: dict[str, Any] = {
-        "optimizer": optimizer,
-        "checkpoint": {"interval": 1, "async_mode": mode},
-    }
 
-    def config(name: str, steps: int) -> JobConfig:
-        return job(tmp_path / name, training=common | training | {"steps": steps}, **settings)
+    def finish(name: str, mode: str, steps: int) -> None:
+        of = common | training | {"steps": steps}
+        saves = {"interval": 1, "async_mode": mode}
+        run(job(tmp_path / name, training=of, optimizer=optimizer, checkpoint=saves))
 
-    run(config("whole", 6))
-    run(config("parts", 3))
+    finish("whole", "disabled", 6)
+    finish("parts", mode, 3)
     # What was written while training went on is the state of its own step, and not of the next one.
-    run(config("parts", 6))
+    finish("parts", mode, 6)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     for step in (2, 6):
         whole, parts = (
-            stored(tmp_path / name / "checkpoint" / f"step-{step}")
+            saved_tensors(tmp_path / name / "checkpoint" / f"step-{step}", rng=True)
             for name in ("whole", "parts")
         )
         assert whole.keys() == parts.keys()
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    reference = job(tmp_path / "sync", training=common | training | {"steps": 3}, **settings)
-    reference = reference.model_copy(
-        update={"checkpoint": CheckpointSection(interval=1, async_mode="disabled")}
-    )
-    run(reference)
-    sync = stored(tmp_path / "sync" / "checkpoint" / "step-2")
-    whole = stored(tmp_path / "whole" / "checkpoint" / "step-2")
-    assert all(torch.equal(sync[n], whole[n]) for n in sync if not n.startswith("rng."))
 
 
 @pytest.mark.parametrize("log_freq", [1, 2])
@@ -307,22 +282,22 @@ def test_training_goes_on_when_a_save_fails(
 
 
 @MODES
-def test_or_stops(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_save(monkeypatch, 2)
-    settings = {"interval": 2, "async_mode": mode, "on_failure": "stop"}
-    with pytest.raises(SaveFailed):
-        run(job(tmp_path, checkpoint=settings))
-    assert not list_steps(tmp_path / "checkpoint")
-
-
-@MODES
-def test_the_last_save_has_to_succeed(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("step", "on_failure", "left"), [(2, "stop", []), (6, "continue", [2, 4])]
+)
+def test_a_save_that_has_to_succeed_ends_the_run(
+    mode: str,
+    step: int,
+    on_failure: str,
+    left: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    break_save(monkeypatch, 6)
-    with pytest.raises(SaveFailed, match="no room"):
-        run(job(tmp_path, checkpoint={"interval": 2, "async_mode": mode}))
-    assert list_steps(tmp_path / "checkpoint") == [2, 4]
+    break_save(monkeypatch, step)
+    settings = {"interval": 2, "async_mode": mode, "on_failure": on_failure}
+    with pytest.raises(SaveFailed, match="no room" if step == 6 else ""):
+        run(job(tmp_path, checkpoint=settings))
+    assert list_steps(tmp_path / "checkpoint") == left
 
 
 @MODES
@@ -358,18 +333,14 @@ def test_buffers_are_kept_and_the_copy_is_of_its_own_step() -> None:
     assert fresh()["x"].eq(-1).all()
 
 
-def test_a_shard_moves_to_the_shared_allocation() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        weight = distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
-        memory = torch.empty(512, dtype=torch.uint8)
-        local = staging_module._local(weight)
-        staging_module.share_memory([local], lambda _: memory)
-        with torch.no_grad():
-            weight.fill_(5)
-        assert memory.view(torch.float32)[:32].eq(5).all()
-    finally:
-        dist.destroy_process_group()
+def test_a_shard_moves_to_the_shared_allocation(one_rank: None) -> None:
+    weight = distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    memory = torch.empty(512, dtype=torch.uint8)
+    local = staging_module._local(weight)
+    staging_module.share_memory([local], lambda _: memory)
+    with torch.no_grad():
+        weight.fill_(5)
+    assert memory.view(torch.float32)[:32].eq(5).all()
 
 
 def test_pinned_buffers_share_a_few_allocations(monkeypatch: pytest.MonkeyPatch) -> None:

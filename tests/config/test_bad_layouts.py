@@ -253,7 +253,7 @@ def run_a_step(case: Case) -> list[float]:
 
     config = case.config()
     layout = resolve_layout(config, case.world)
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in DEGREES})
+    mesh = build_mesh("cpu", **layout.degrees)
     program = build_step(config, mesh)
 
     def batch(length: int) -> Any:

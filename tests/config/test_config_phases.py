@@ -23,8 +23,7 @@ BATCH = {"local_batch_size": 2, "seq_len": 32, "steps": 100}
 
 
 def phased(*tables: dict[str, Any], **sections: Any) -> JobConfig:
-    config = job(**{"training": BATCH, "data": {"sources": SOURCES}} | sections)
-    return JobConfig.model_validate(config.model_dump() | {"phase": list(tables)})
+    return job(phase=tables, **{"training": BATCH, "data": {"sources": SOURCES}} | sections)
 
 
 def test_steps_tokens_and_settings_of_each_phase() -> None:

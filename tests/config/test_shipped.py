@@ -12,7 +12,6 @@ from urllib.request import url2pathname
 import pytest
 
 from tests.support.commands import Shell
-from titan.cli import main
 from titan.config.load import load_config
 from titan.models.llama3 import FLAVORS
 from titan.tools.shipped import about, jobs
@@ -26,18 +25,18 @@ def test_every_shipped_job_says_what_it_is(shell: Shell) -> None:
 
 
 def test_a_job_is_copied_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["init"]) == 0
+    shell("init")
     assert load_config("job.toml").model.sizes == replace(FLAVORS["1M"], vocab_size=264)
     assert load_config("job.toml").job.dump_folder == "outputs/job"
-    assert main(["init", "it's mine.toml"]) == 0
+    shell("init", "it's mine.toml")
     assert load_config("it's mine.toml").job.dump_folder == "outputs/first"
     (tmp_path / "job.toml").write_text("mine")
-    assert main(["init"]) == 2
+    shell("init", code=2)
     assert (tmp_path / "job.toml").read_text() == "mine"
-    assert main(["config", "--list", "llama3_8b", "--output", "eight.toml"]) == 0
+    shell("config --list llama3_8b --output eight.toml")
     assert load_config("eight.toml").model.flavor == "8B"
     # An editor finds the schema from wherever the copy is.
     for name in ("it's mine.toml", "eight.toml"):
@@ -45,36 +44,31 @@ def test_a_job_is_copied_once(
         assert line.startswith("#:schema file:///")
         schema = Path(url2pathname(urlparse(line.removeprefix("#:schema ")).path))
         assert json.loads(schema.read_text())["title"] == "titan job file"
-    assert main(["config", "--list", "llama3_8", "--output", "other.toml"]) == 2
-    assert "did you mean 'llama3_8b'?" in capsys.readouterr().err
+    assert "did you mean 'llama3_8b'?" in shell.refuse(
+        "config --list llama3_8 --output other.toml"
+    )
 
 
 def test_two_commands_train_on_own_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("none").mkdir()
     Path("text.txt").write_text(Path(argparse.__file__).read_text())
-    init, small = ["init", "run.toml", "--text"], ["--training.seq_len=9", "--training.steps=2"]
-    for words, expected in (
-        (["none"], "no *.txt"),
-        (["text.txt", "--vocab=99"], "99 is below 258"),
-    ):
-        assert main([*init, *words]) == 2 and not Path("run.toml").exists()
-        said = capsys.readouterr().err
-        assert expected in said and said.count("\n") == 1
-    assert main([*init, "text.txt", "--vocab=300"]) == 0
-    assert main(["train", "run.toml", *small]) == 0
+    for words, expected in (("none", "no *.txt"), ("text.txt --vocab=99", "99 is below 258")):
+        said = shell.refuse(f"init run.toml --text {words}")
+        assert expected in said and said.count("\n") == 1 and not Path("run.toml").exists()
+    shell("init run.toml --text text.txt --vocab=300")
+    shell("train run.toml --training.seq_len=9 --training.steps=2")
     ran = load_config("outputs/run/config.toml")
     assert ran.model.overrides == {"vocab_size": 304} and ran.tokenizer.path == "run_tokenizer"
     Path("run.toml").unlink()
-    assert main([*init, "text.txt"]) == 2  # the run's tokenizer is there
-    assert main(["init"]) == 0
+    shell.refuse("init run.toml --text text.txt")  # the run's tokenizer is there
+    shell("init")
     # One key of the starter is another tokenizer.
-    words = ["config", "job.toml", "--tokenizer.path=run_tokenizer"]
-    assert main(words) == 0 and "vocab_size = 304" in capsys.readouterr().out
-    assert main([*words[:2], "--tokenizer.path=x"]) == 2
-    said = capsys.readouterr().err
+    words = "config job.toml --tokenizer.path"
+    assert "vocab_size = 304" in shell(f"{words}=run_tokenizer").out
+    said = shell.refuse(f"{words}=x")
     assert "tokenizer.path: tokenizer path 'x' does not exist" in said and said.count("\n") == 1
 
 

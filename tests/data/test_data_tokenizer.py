@@ -174,12 +174,10 @@ def test_a_missing_extra_is_named(trained: Path, monkeypatch: pytest.MonkeyPatch
         opened(trained)
 
 
-def test_inspect(capsys: pytest.CaptureFixture[str], trained: Path) -> None:
-    assert main(["inspect", "bytes", "--text", "hé\n"]) == 0
-    shown = capsys.readouterr().out
+def test_inspect(shell: Shell, trained: Path) -> None:
+    shown = shell("tokenizer inspect bytes --text", "hé\n").out
     assert "258 ids" in shown and "bytes a token   1.00" in shown and "104 195 169 10" in shown
-    assert main(["inspect", str(trained)]) == 0
-    assert "300 ids" in capsys.readouterr().out
+    assert "300 ids" in shell(f"tokenizer inspect {trained}").out
 
 
 def test_train_does_not_overwrite_a_tokenizer(trained: Path, shell: Shell) -> None:

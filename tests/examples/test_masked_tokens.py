@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.commands import finished
-from tests.support.jobs import job
+from tests.support.jobs import degrees_of, job
 from tests.support.metadata import forget, write_metadata
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
@@ -57,12 +57,7 @@ def two_steps(degrees: dict[str, int], settings: dict[str, Any]) -> list[tuple[f
             "seq_len": 64,
         },
         lr_scheduler={"warmup_steps": 1},
-        parallelism={
-            "tensor_parallel_degree": degrees.get("tp", 1),
-            "context_parallel_degree": degrees.get("cp", 1),
-            "pipeline_parallel_degree": degrees.get("pp", 1),
-            **settings,
-        },
+        parallelism=degrees_of(degrees) | settings,
     )
     mesh = build_mesh("cpu", **degrees)
     train_step = build_step(config, mesh)

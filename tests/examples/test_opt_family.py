@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.commands import finished
+from tests.support.jobs import degrees_of, job
 from tests.support.metadata import forget, write_metadata
 from tests.support.ranks import Pool
 from tests.support.runs import logged_rows
@@ -45,26 +46,14 @@ def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[
     """Loss and gradient norm of two steps on one global batch of 4 sequences."""
     from tests.support.steps import build_step
     from titan.checks.rules import check_to_run
-    from titan.config.schema import JobConfig
     from titan.parallel import axis_rank, build_mesh
 
     forget()  # this process may have read them before its path had the package
 
-    config = JobConfig.model_validate(
-        {
-            "model": {"name": "opt", "flavor": "tiny", "overrides": overrides},
-            "training": {
-                "mixed_precision_param": "float32",
-                "local_batch_size": 4 // degrees.get("dp_shard", 1),
-                "seq_len": 32,
-            },
-            "lr_scheduler": {"warmup_steps": 1},
-            "parallelism": {
-                "tensor_parallel_degree": degrees.get("tp", 1),
-                "context_parallel_degree": degrees.get("cp", 1),
-                "pipeline_parallel_degree": degrees.get("pp", 1),
-            },
-        }
+    config = job(
+        model={"name": "opt", "flavor": "tiny", "overrides": overrides},
+        training={"local_batch_size": 4 // degrees.get("dp_shard", 1)},
+        parallelism=degrees_of(degrees),
     )
     world = torch.distributed.get_world_size()
     check_to_run(config, world_size=world)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import titan
+from tests.support.bombs import Bomb
 from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
@@ -304,34 +305,28 @@ def test_a_fresh_start_says_what_it_found(
     assert "a fresh start" in caplog.text and f"in {run_dir}/checkpoint" in caplog.text
 
 
-def test_titan_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_titan_verify(run_dir: Path, shell: Shell) -> None:
     step = step_dir(run_dir)
-    assert verify.main([str(step)]) == 0 and f"{step} is whole" in capsys.readouterr().out
+    assert f"{step} is whole" in shell(f"verify {step}").out
     flip(step / "__0_0.distcp")
-    assert verify.main([str(step)]) == 1
-    assert "__0_0.distcp: bytes 0 to" in capsys.readouterr().out
-    assert verify.main([str(step), "--json"]) == 1
-    answer = json.loads(capsys.readouterr().out)
+    assert "__0_0.distcp: bytes 0 to" in shell(f"verify {step}", code=1).out
+    answer = json.loads(shell(f"verify {step} --json", code=1).out)
     assert not answer["whole"] and answer["damages"][0]["file"] == "__0_0.distcp"
-    assert verify.main([str(run_dir / "nothing")]) == 2
+    shell.refuse(f"verify {run_dir}/nothing")
     (step / "manifest.json").unlink()
-    assert verify.main([str(step)]) == 1
+    shell(f"verify {step}", code=1)
 
 
-def test_titan_verify_of_a_run_names_its_newest_step(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_titan_verify_of_a_run_names_its_newest_step(run_dir: Path, shell: Shell) -> None:
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "rank-0.log").touch()
     newest = step_dir(run_dir)
     for folder in (run_dir, newest.parent, f"file://{run_dir}"):
-        assert verify.main([str(folder)]) == 2
         told = f"{folder} is no checkpoint; did you mean {folder}"
-        assert capsys.readouterr().err.startswith(told)
-    assert verify.main([str(run_dir)]) == 2
-    assert capsys.readouterr().err.endswith(f"did you mean {newest}?\n")
-    assert verify.main([str(run_dir / "logs")]) == 2
-    assert verify.main(["nowhere://run"]) == 2
+        assert shell.refuse(f"verify {folder}").startswith(told)
+    assert shell.refuse(f"verify {run_dir}").endswith(f"did you mean {newest}?\n")
+    shell.refuse(f"verify {run_dir}/logs")
+    shell.refuse("verify nowhere://run")
 
 
 def test_titan_verify_imports_no_torch(run_dir: Path) -> None:
@@ -355,16 +350,6 @@ def test_a_training_run_falls_back_bit_for_bit(
 
 
 # ---- what a checkpoint must not do -----------------------------------------------------------------
-
-
-class Bomb:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.mark),)
 
 
 def test_a_step_without_its_index_is_refused(run_dir: Path) -> None:

@@ -9,17 +9,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from tests.support.runs import logged_rows
 from tests.support.steps import build_step
 from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
 
 
 def _train(

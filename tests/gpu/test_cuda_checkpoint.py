@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from titan.checkpoint.manager import CheckpointManager, load
 from titan.checkpoint.staging import Staging
 from titan.config.schema import CheckpointSection
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_a_copy_beside_the_computation_is_of_its_own_step(tmp_path: Path) -> None:

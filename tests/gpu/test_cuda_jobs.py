@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from tests.support.commands import finished
 from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
@@ -27,10 +28,6 @@ from titan.models.common.moe import grouped_matmuls, looped_matmuls
 from titan.parallel import block_attention, build_mesh, ring
 from titan.parallel.block_attention import AttentionSpec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 DEVICE = torch.device("cuda:0")
 
 

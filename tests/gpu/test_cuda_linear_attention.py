@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from tests.support.linear_attention import KINDS, inputs
 from titan.contrib.transformers.linear_attention import LinearAttention, linear_attention
 from titan.contrib.transformers.linear_attention_kernels import has_kernel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 NAMES = [name for name in KINDS if name != "gated linear"]  # which has no kernel
 # Products are in bf16, which has 8 bits: 2 ** -8 is 0.004. A position that a fault reads, or does not, costs 0.1 and more.
 TOLERANCE = 0.02

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from tests.support.steps import build_step
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
 SIZES = {"dim": 1024, "n_layers": 8, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 3072}
 
 

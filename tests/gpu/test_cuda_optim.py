@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from tests.support.steps import build_step
 from titan.config.schema import AdamW8bitSection, AdamWSection, JobConfig, MuonSection
 from titan.data.packing import Batch
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 
 KINDS: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
     "eight": (AdamW8bitSection, {}, torch.float32),

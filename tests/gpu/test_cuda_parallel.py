@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from tests.support.losses import cross_entropy_sum
 from titan.losses.loss import Kernels
 from titan.models.common.attention import InnerAttention
@@ -18,10 +19,6 @@ from titan.parallel.block_attention import AttentionSpec
 from titan.parallel.documents import MaskForm, document_cu_seqlens, mask_of
 from titan.parallel.matmul_fp32 import linear_in_fp32
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
 BACKENDS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,

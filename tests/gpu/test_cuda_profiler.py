@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
 from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.tools.trace_files import read_report
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_trace_and_snapshot(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.jobs import job
 from tests.support.ranks import Pool
@@ -187,14 +186,7 @@ def test_a_noisy_falling_loss_has_no_spikes() -> None:
     assert recovery.decide(loss + 1.0, 1.0).action == StepAction.SKIP
 
 
-@pytest.fixture
-def alone(tmp_path: Path):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_skips_and_rewinds_have_an_end(alone: None) -> None:
+def test_skips_and_rewinds_have_an_end(one_rank: None) -> None:
     for action, limit in (("skip", "max_skips"), ("rewind", "max_rewinds")):
         section = FaultToleranceSection.model_validate(
             {"on_nonfinite": action, "max_skips": 2, "max_rewinds": 2}

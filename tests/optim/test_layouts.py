@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.jobs import degrees_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
 from tests.support.tables import tabled
@@ -66,7 +67,7 @@ def build(degrees: Degrees, optimizer: Options, **training: Any) -> TrainStep:
             "lr_scheduler": {"warmup_steps": 2},
             # An element whose gradient is next to nothing must not take its rounding error as a full step.
             "optimizer": {"lr": 1e-3, "eps": 1e-6} | optimizer,
-            "parallelism": {"pipeline_parallel_degree": degrees.get("pp", 1)},
+            "parallelism": degrees_of(degrees),
         }
     )
     return build_step(config, mesh)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.operations import Watch
 from tests.support.tables import tabled
 from titan.config.schema import ActivationCheckpointSection
 from titan.models.llama3 import FLAVORS, build_model
@@ -18,18 +18,6 @@ from titan.parallel.activation import apply_ac
 from titan.parallel.sac_save_list import DEFAULT_KEEP, SaveListError
 
 LAYERS = 4
-
-
-class Count(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.calls[str(func).split(".")[1]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def debug_model() -> Any:
@@ -47,9 +35,10 @@ def run(**mode: Any) -> tuple[Counter[str], float, list[torch.Tensor]]:
 
 def step(model: Any) -> tuple[Counter[str], float, list[torch.Tensor]]:
     """Calls of a forward and backward pass, the loss, the gradients."""
-    with Count() as count:
+    calls = Counter[str]()
+    with Watch(lambda func, *_: calls.update([str(func).split(".")[1]])):
         loss, gradients = train(model)
-    return count.calls, loss, gradients
+    return calls, loss, gradients
 
 
 def train(model: Any) -> tuple[float, list[torch.Tensor]]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.jobs import SMALL, job, with_changes
+from tests.support.jobs import SMALL, degrees_of, job, with_changes
+from tests.support.operations import Watch
 from tests.support.ranks import Pool
 from tests.support.tables import tabled
 from tests.support.trainers import PoolTrainer
@@ -43,15 +43,7 @@ MOE = with_changes(
 
 def sections(layout: dict[str, int], **changes: dict[str, Any]) -> dict[str, Any]:
     """The small job under a layout, whose global batch is the same everywhere."""
-    keys = {
-        "dp": "data_parallel_shard_degree",
-        "tp": "tensor_parallel_degree",
-        "pp": "pipeline_parallel_degree",
-        "cp": "context_parallel_degree",
-        "ep": "expert_parallel_degree",
-    }
-    degrees = {keys[axis]: n for axis, n in ({"dp": 1} | layout).items()}
-    parallelism = {**degrees, **changes.pop("parallelism", {})}
+    parallelism = {**degrees_of({"dp": 1} | layout), **changes.pop("parallelism", {})}
     return with_changes(MOE, parallelism=parallelism, **changes)
 
 
@@ -271,19 +263,10 @@ def test_imbalance_is_computed_exactly(name: str, ranks: int, pool: Pool) -> Non
         assert all(torch.equal(found[step][2], sums) for found in results)
 
 
-class Order(TorchDispatchMode):
-    """Write down the operations that run, of some."""
-
-    def __init__(self, *names: str) -> None:
-        super().__init__()
-        self.wanted, self.seen = names, list[str]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func._opname in self.wanted:
-            self.seen.append(func._opname)
-        return func(*args, **(kwargs or {}))
+def order(into: list[str]) -> Watch:
+    """Write down the operations of an exchange and of what runs meanwhile."""
+    names = "all_to_all_single", "wait_tensor", "sin", "cos"
+    return Watch(lambda func, *_: into.extend({func._opname}.intersection(names)))
 
 
 def run_meanwhile(_: int) -> tuple[list[str], list[str], list[float]]:
@@ -293,17 +276,17 @@ def run_meanwhile(_: int) -> tuple[list[str], list[str], list[float]]:
     mixture = Mixture(2)
     apply_ep(mixture, mesh=ep, moe_type=Mixture)
     rows = torch.ones(4, 1, requires_grad=True)
-    names = "all_to_all_single", "wait_tensor", "sin", "cos"
+    forward, backward = list[str](), list[str]()
     shared: list[Tensor] = []
     counts = torch.tensor([3, 1])
-    with Order(*names) as forward:
+    with order(forward):
         out = mixture.dispatcher(
             rows * 1, counts, mixture.experts, lambda: shared.append(rows.sin())
         )
-    with Order(*names) as backward:
+    with order(backward):
         (out + shared[0]).sum().backward()
     assert rows.grad is not None
-    return forward.seen, backward.seen, rows.grad.flatten().tolist()
+    return forward, backward, rows.grad.flatten().tolist()
 
 
 def test_what_an_exchange_calls_runs_while_results_and_their_gradients_travel(

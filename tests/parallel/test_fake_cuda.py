@@ -40,6 +40,13 @@ def form(tensor: Tensor | None) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device.type
 
 
+def check_block(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    out, lse = block_attention.attend(q, k, v, scale=None, **options)
+    assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
+    grads = block_attention.attend_backward(out, q, k, v, out, lse, scale=None, **options)
+    assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "version", "kernel"),
     [
@@ -64,35 +71,30 @@ def test_the_ring_s_kernels(
         patch.setattr(torch.cuda, "is_available", lambda: True)
         assert block_attention.choose_kernel(q) == kernel
     monkeypatch.setattr(block_attention, "choose_kernel", lambda _, masked=False: kernel)
-    out, lse = block_attention.attend(q, k, v, spec=CAUSAL, scale=None)
-    assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
-    grads = block_attention.attend_backward(out, q, k, v, out, lse, spec=CAUSAL, scale=None)
-    assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_ring_with_a_mask(dtype: torch.dtype) -> None:
-    q, k, v = (rand(2, heads, 75, 64, dtype=dtype).detach() for heads in (4, 2, 2))
-    mask = torch.empty(2, 75, 75, device="cuda", dtype=torch.bool)
-    options: dict[str, Any] = {"spec": CAUSAL, "scale": None, "mask_BST": mask}
-    out, lse = block_attention.attend(q, k, v, **options)
-    assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
-    grads = block_attention.attend_backward(out, q, k, v, out, lse, **options)
-    assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
+    check_block(q, k, v, spec=CAUSAL)
 
 
 @pytest.mark.parametrize(
-    "spec", [AttentionSpec(window=16), AttentionSpec(), AttentionSpec(causal=False)]
+    ("spec", "dtype"),
+    [
+        (None, BF16),
+        (None, FP32),
+        (AttentionSpec(window=16), BF16),
+        (AttentionSpec(), BF16),
+        (AttentionSpec(causal=False), BF16),
+    ],
 )
-def test_sequences_with_the_logsumexp(spec: AttentionSpec) -> None:
-    """As the ring's own block has them with a window, and sinks with packed documents."""
-    q, k, v = (rand(2, heads, 75, 64).detach() for heads in (4, 2, 2))
-    ends = block_attention.whole_rows(2, 75, q.device)
-    options: dict[str, Any] = {"spec": spec, "scale": None, "ends": ends}
-    out, lse = block_attention.attend(q, k, v, **options)
-    assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
-    grads = block_attention.attend_backward(out, q, k, v, out, lse, **options)
-    assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
+def test_the_ring_with_a_mask_and_sequences_with_the_logsumexp(
+    spec: AttentionSpec | None, dtype: torch.dtype
+) -> None:
+    """As the ring's own block has them with a window, and sinks with packed documents. None: with a mask."""
+    q, k, v = (rand(2, heads, 75, 64, dtype=dtype).detach() for heads in (4, 2, 2))
+    if spec is None:
+        mask = torch.empty(2, 75, 75, device="cuda", dtype=torch.bool)
+        check_block(q, k, v, spec=CAUSAL, mask_BST=mask)
+    else:
+        ends = block_attention.whole_rows(2, 75, q.device)
+        check_block(q, k, v, spec=spec, ends=ends)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -20,9 +20,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.commands import Shell
+from tests.support.jobs import degrees_of
 from tests.support.losses import cross_entropy_sum
+from tests.support.operations import Watch
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
@@ -34,7 +36,6 @@ from titan.parallel import apply_float8, apply_fsdp, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.run.train import main
 from titan.step.train_step import TrainStep
 
 pytest.importorskip("torchao")
@@ -77,10 +78,7 @@ def job(recipe: str, degrees: dict[str, int], **sections: Any) -> JobConfig:
         },
         "lr_scheduler": {"warmup_steps": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-6},
-        "parallelism": {
-            "pipeline_parallel_degree": degrees.get("pp", 1),
-            "tensor_parallel_degree": degrees.get("tp", 1),
-        },
+        "parallelism": degrees_of(degrees),
     }
     if recipe:
         data["model"]["converters"] = [f"quantize.linear.{name}"]
@@ -452,28 +450,20 @@ def test_split_sequences_have_scales_of_their_own(fp32: Run, pool: Pool) -> None
         assert 0.02 < distance(run.gradients, fp32.gradients) < ROUNDING
 
 
-class Gathered(TorchDispatchMode):
-    """Bytes that FSDP gathers, and how often a float8 tensor is gathered for tensor parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fsdp_bytes, self.in_float8 = 0, 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.fsdp_bytes += args[0].numel() * args[0].element_size()
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.in_float8 += type(args[0]).__name__ == "Float8TrainingTensor"
-        return func(*args, **(kwargs or {}))
-
-
 def count_gathered(degrees: dict[str, int], float8: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes that FSDP gathers, and how often a float8 tensor is gathered for tensor parallelism."""
     train_step = build("tensorwise", degrees, float8=float8)
-    with Gathered() as gathered:
+    fsdp_bytes, in_float8 = [0], [0]
+
+    def see(func: Any, args: Any, result: Any) -> None:
+        if func is torch.ops.c10d._allgather_base_.default:
+            fsdp_bytes[0] += args[0].nbytes
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            in_float8[0] += type(args[0]).__name__ == "Float8TrainingTensor"
+
+    with Watch(see):
         steps(train_step, range(1, 2))
-    return gathered.fsdp_bytes, gathered.in_float8
+    return fsdp_bytes[0], in_float8[0]
 
 
 def test_weights_are_gathered_in_one_byte(pool: Pool) -> None:
@@ -568,28 +558,22 @@ def test_hardware(
             require_hardware(recipe, torch.device("cuda"))
 
 
-def test_a_cpu_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cpu_is_refused_in_one_line(tmp_path: Path, shell: Shell) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\n[model]\nconverters = "float8"\n')
-    assert main([str(path)]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = shell.refuse(f"train {path}").splitlines()
     assert line.startswith(f"{path}:4: model.converters: ")
     assert "set emulate = true" in line
 
 
-def test_a_run_says_what_was_converted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_was_converted(tmp_path: Path, shell: Shell) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
         f'[job]\ndump_folder = "{tmp_path}"\n[model]\nflavor = "tiny"\nconverters = "quantize.linear.mx"\n'
         "[quantize.linear.mx]\nemulate = true\n[lr_scheduler]\nwarmup_steps = 1\n"
         '[training]\ndataset = "synthetic"\nsteps = 1\nseq_len = 32\n'
     )
-    assert main([str(path)]) == 0
-    out = capsys.readouterr().out
+    out = shell(f"train {path}").out
     assert "mxfp8_cublas, emulated: 56 of 57 linear layers converted" in out
     assert 'high precision: filter_fqns has "output"' in out
 

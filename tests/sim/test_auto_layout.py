@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.commands import Shell
 from tests.support.tables import tabled
-from titan import cli
 from titan.checks.layout_rules import resolve_layout
 from titan.checks.rules import check_to_run, load_to_run
 from titan.config.errors import ConfigError
@@ -102,48 +101,45 @@ def test_the_ranks_get_a_layout_and_the_run_folder_an_overlay(
 
 
 def test_a_resumed_run_keeps_its_layout(
-    job: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+    job: Path, started: list[list[str]], shell: Shell
 ) -> None:
-    def degrees(*words: str) -> tuple[int, int]:
-        capsys.readouterr()
-        assert cli.main(["train", str(job), *words]) == 0
+    def degrees(words: str) -> tuple[int, int]:
+        said.append(shell(f"train {job} {words}").err)
         parallel = load_from_argv(started[-1]).parallelism
         return parallel.data_parallel_shard_degree, parallel.tensor_parallel_degree
 
-    file = job.parent / "run" / auto.FILE
-    assert degrees("--nproc", "2") == (2, 1)
+    said, file = [""], job.parent / "run" / auto.FILE
+    assert degrees("--nproc 2") == (2, 1)
     # A choice that the formula would not make: it comes from the file.
     kept = file.read_text().replace("shard_degree = 2", "shard_degree = 1")
     kept = kept.replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 2")
     file.write_text(kept)
-    assert degrees("--nproc", "2", "--optimizer.lr=1e-4") == (1, 2)
-    assert f"kept from {file}" in capsys.readouterr().err and file.read_text() == kept
-    assert degrees("--nproc", "2", "--new-layout") == (2, 1)
+    assert degrees("--nproc 2 --optimizer.lr=1e-4") == (1, 2)
+    assert f"kept from {file}" in said[-1] and file.read_text() == kept
+    assert degrees("--nproc 2 --new-layout") == (2, 1)
     assert file.read_text() != kept
     for words, why in {
-        ("--nproc", "4"): "is for 2 ranks, and there are 4",
-        ("--nproc", "2", "--training.local_batch_size=8"): "has a global batch of 8 sequences",
-        ("--nproc", "2", "--training.seq_len=63"): "63 is not a multiple of cp 1 x tp 2",
-        ("--nproc", "2", "--parallelism.data_parallel_replicate_degree=2"): "is for 4 ranks",
+        "--nproc 4": "is for 2 ranks, and there are 4",
+        "--nproc 2 --training.local_batch_size=8": "has a global batch of 8 sequences",
+        "--nproc 2 --training.seq_len=63": "63 is not a multiple of cp 1 x tp 2",
+        "--nproc 2 --parallelism.data_parallel_replicate_degree=2": "is for 4 ranks",
     }.items():
         file.write_text(kept)
-        degrees(*words)
-        said = capsys.readouterr().err
-        assert f"chosen again, since {file}" in said and why in said, said
-        ranks = int(words[1])
+        degrees(words)
+        assert f"chosen again, since {file}" in said[-1] and why in said[-1], said
+        ranks = int(words.split()[1])
         assert check_to_run(load_from_argv(started[-1]), world_size=ranks).world_size == ranks
     for text, why in {
         "[parallelism\n": "not valid TOML",
         kept + "[optimizer]\nlr = 0.5\n": "has optimizer.lr, which is no key of a layout",
     }.items():
         file.write_text(text)
-        degrees("--nproc", "2")
-        assert why in capsys.readouterr().err
+        degrees("--nproc 2")
+        assert why in said[-1]
     assert load_from_argv(started[-1]).optimizer.lr != 0.5
     file.unlink()
     file.mkdir()
-    assert cli.main(f"train {job} --nproc 2".split()) == 2
-    assert "is a folder: remove it" in capsys.readouterr().err
+    assert "is a folder: remove it" in shell.refuse(f"train {job} --nproc 2")
 
 
 @tabled("words, ranks")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Shell
 from tests.support.ranks import Pool
 from tests.support.tables import table
 from tests.support.traces import (
@@ -41,7 +42,6 @@ from titan.sim.replay.queues import replay
 from titan.sim.search.autosac import to_lines
 from titan.sim.search.command import settings_overlay
 from titan.sim.search.knapsack import Kept
-from titan.sim.search.plan import main
 from titan.sim.search.recomputation import (
     Block,
     choose,
@@ -281,7 +281,7 @@ JOB = [
 
 @pytest.mark.parametrize("waits_for", ["device", "host"])
 def test_the_command_writes_the_fastest_overlay_that_fits(
-    waits_for: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    waits_for: str, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Where the job waits for its device, a choice by operation is. Where it waits for its host, every such operation costs."""
     # So far apart that no measurement of the host decides.
@@ -291,8 +291,8 @@ def test_the_command_writes_the_fastest_overlay_that_fits(
     monkeypatch.setattr("titan.sim.search.command.load_profile", lambda _: profile)
     found, overlay = tmp_path / "found.json", tmp_path / "sac.toml"
     where = ["--world-size=2", "--hardware=h100-sxm", "--memory=1.6"]
-    assert main([*JOB, "--only=sac", *where, f"--json={found}", f"--output={overlay}"]) == 0
-    printed, results = capsys.readouterr(), json.loads(found.read_text())["results"]
+    where += ["--only=sac", f"--json={found}", f"--output={overlay}"]
+    printed, results = shell("plan", *JOB, *where), json.loads(found.read_text())["results"]
     steps = {name: r["step_time_s"] for name, r in results.items() if r["fits"]}
     fastest = min(steps, key=lambda name: steps[name])
     assert "sac" in steps and not results["none"]["fits"]

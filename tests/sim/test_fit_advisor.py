@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.commands import Shell
 from titan.base.hardware import MARGIN
 from titan.checks.rules import check_to_run
-from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.sim.price.profiles import load_profile
 from titan.sim.report.imbalance import with_imbalance
@@ -37,45 +38,47 @@ workspace_mib = "this test"
 """
 
 
-def check(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert main(["check", *JOB, "--world-size", "2", *arguments]) == code
-    return capsys.readouterr().out
+@pytest.fixture
+def check(shell: Shell) -> Any:
+    """Return a function that checks the job on hardware, and returns the page."""
+    job = f"check {' '.join(JOB)} --world-size 2 --hardware"
+    return lambda words, **how: shell(f"{job} {words}", **how).out
 
 
-def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
+def test_it_fits(check: Any) -> None:
+    facts = json.loads(check("h100-sxm --json"))
     assert facts["fits"] and facts["memory_method"] == "simulation" and facts["fixes"] == []
     assert facts["simulation"]["memory"]["peak_reserved_gib"] > 0
-    printed = check(capsys, "--hardware", "h100-sxm")
+    printed = check("h100-sxm")
     assert "simulated on h100-sxm" in printed and "\nfits: " in printed
     assert (
         "in bfloat16, by formula (the simulated value below is used)" in printed
     )  # "auto" there
-    printed = check(capsys, "--hardware", "l4")  # of which there is no profile
+    printed = check("l4")  # of which there is no profile
     assert (
         "not simulated: the simulator has no profile of l4" in printed and "\nfits: " in printed
     )
 
 
 def test_it_does_not_fit_and_what_would(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between what full recomputation takes and what none does."""
-    facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
+    facts = json.loads(check("h100-sxm --json"))
     needed = facts["simulation"]["memory"]["peak_active_gib"] - 32 / 1024  # cuBLAS workspace
     file = tmp_path / "small.toml"
     file.write_text(SMALL.format(gib=needed))
     small = load_profile(file)
     monkeypatch.setattr("titan.sim.search.fit_advisor.load_profile", lambda _: small)
     # As after any mistake, so that a script stops.
-    facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json", code=1))
+    facts = json.loads(check("h100-sxm --json", code=1))
     assert not facts["fits"] and not facts["tight"]
     fixes = facts["fixes"]
     assert 1 <= len(fixes) <= 5
     speeds = [fix["tokens_per_s_per_gpu"] for fix in fixes]
     assert speeds == sorted(speeds, reverse=True)
     assert all(fix["needed_gib"] <= needed for fix in fixes)
-    printed = check(capsys, "--hardware", "h100-sxm", code=1)
+    printed = check("h100-sxm", code=1)
     assert (
         "DOES NOT FIT" in printed and "changes that make it fit, the fastest first:" in printed
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import Shell
 from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
@@ -245,9 +246,7 @@ def test_what_is_tight_comes_last_and_is_marked(
     assert "leaves 10% free" in printed and "few candidates: 3 of " in printed
 
 
-def test_nothing_that_anybody_would_try_first_is_faster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_that_anybody_would_try_first_is_faster(tmp_path: Path, shell: Shell) -> None:
     """One candidate, on two nodes: the plan is at least as fast as each change of recomputation, ZeRO and TP by hand."""
     by_hand = [
         *({"activation_checkpoint.mode": mode} for mode in ("none", "selective", "full")),
@@ -265,7 +264,7 @@ def test_nothing_that_anybody_would_try_first_is_faster(
     assert all(variant.fits for variant in variants)
     result = tmp_path / "plan.json"
     options = ["--world-size", "16", "--hardware", "h100-sxm", "--simulate", "1"]
-    assert main(["plan", *job, *options, "--json", str(result)]) == 0
+    shell("plan", *job, *options, "--json", f"{result}")
     found = json.loads(result.read_text())
     first = found["candidates"][0]["facts"]["tokens_per_s_per_gpu"]
     assert first >= max(variant.speed for variant in variants) > found["job"]["facts"]["tokens_per_s_per_gpu"]  # fmt: skip

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import Shell
 from tests.support.jobs import ROOT
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
 from titan.sim.price.profiles import load_profile
 from titan.sim.search.fsdp import PREFETCH, UNITS, choose, settings
-from titan.sim.search.plan import main
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import simulate
 
@@ -80,14 +80,15 @@ def test_a_slower_job_that_fits_stays_as_it_is() -> None:
 
 
 def test_the_overlay_is_the_job_that_was_simulated(
-    variants: list[Variant], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    variants: list[Variant], tmp_path: Path, shell: Shell
 ) -> None:
     now, *choices = variants
     most = max(v.needed_gib for v in choices)
     limit = (min(v.needed_gib for v in choices) + most) / 2
     found, overlay = tmp_path / "found.json", tmp_path / "fsdp.toml"
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm", f"--memory={limit}"]
-    assert main([*JOB, "--only=fsdp", *where, f"--json={found}", f"--output={overlay}"]) == 0
+    where += ["--only=fsdp", f"--json={found}", f"--output={overlay}"]
+    page = shell("plan", *JOB, *where).out
     claim = json.loads(found.read_text())["results"]["fsdp"]
     config = load_from_argv([*JOB, str(overlay)])
     check_to_run(config, world_size=1)  # also where nothing is shared
@@ -97,11 +98,10 @@ def test_the_overlay_is_the_job_that_was_simulated(
     assert simulation.timeline.step_s == claim["step_time_s"] < now.facts["step_time_s"]
     assert fullest.peak_reserved_bytes / 2**30 == claim["memory"]["peak_reserved_gib"]
     assert (fullest.peak_reserved_bytes + fullest.outside_bytes) / 2**30 <= limit < most
-    page = capsys.readouterr().out
     assert "as it is" in page and f"wrote {overlay}" in page
 
 
-def test_a_limit_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_that_nothing_meets(shell: Shell) -> None:
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm"]
-    assert main([*JOB, "--only=fsdp", *where, "--memory=2"]) == 1
-    assert "no choice fits in 2.0 of 2 GiB; it needs" in capsys.readouterr().err
+    said = shell("plan", *JOB, "--only=fsdp", *where, "--memory=2", code=1).err
+    assert "no choice fits in 2.0 of 2 GiB; it needs" in said

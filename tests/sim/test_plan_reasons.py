@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.sim.test_network import transfer_of
 from tests.support.jobs import ROOT
 from titan.config.load import load_from_argv
 from titan.sim.price.network import Dispatch, card_bytes, price_transfer
 from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.record.trace import Group, Scope, Transfer
+from titan.sim.record.trace import Group
 from titan.sim.search.candidates import LayoutSearch, Point
 from titan.sim.search.plan import Plan, _remarks, cannot_tell_apart, kinds_first, plan
 from titan.sim.search.reasons import lost_to, parts, reason
@@ -22,10 +23,6 @@ from titan.sim.simulate import Facts
 CONFIGS = ROOT / "train_configs"
 H100 = load_profile("h100-sxm")
 ETHERNET = H100.model_copy(update={"nic_gb_per_s": 1.5625})
-
-
-def transfer(kind: Any, size: int, *, peer: int = 0) -> Transfer:
-    return Transfer(kind, "g", size, "bfloat16", 0, True, 0, Scope("forward"), peer=peer)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +37,12 @@ def transfer(kind: Any, size: int, *, peer: int = 0) -> Transfer:
         ("broadcast", range(16), 1 / 8),
     ],
 )
-def test_bytes_of_a_card_by_hand_and_by_the_price(kind: str, ranks: range, sent: float) -> None:
+def test_bytes_of_a_card_by_hand_and_by_the_price(kind: Any, ranks: range, sent: float) -> None:
     size, group = 2**34, Group("g", ("dp_shard",), tuple(ranks))
-    found = card_bytes(transfer(kind, size), group, ETHERNET, dispatch=None, rank=0)
+    found = card_bytes(transfer_of(kind, size), group, ETHERNET, dispatch=None, rank=0)
     assert found == pytest.approx(sent * size)
     if sent and kind != "all_reduce":  # whose tree moves less than its ring
-        price = price_transfer(transfer(kind, size), group, ETHERNET, rank=0)
+        price = price_transfer(transfer_of(kind, size), group, ETHERNET, rank=0)
         card_s = found / ETHERNET.card_bytes_per_s
         assert price.volume_s == pytest.approx(card_s, rel=1e-6)
 
@@ -53,18 +50,18 @@ def test_bytes_of_a_card_by_hand_and_by_the_price(kind: str, ranks: range, sent:
 def test_bytes_of_a_card_between_stages_and_of_deepep() -> None:
     group = Group("g", ("pp",), (0, 8))
     for kind, peer, sent in (("send", 8, 100), ("recv", 8, 0), ("send", 4, 0)):
-        one = transfer(kind, 100, peer=peer)
+        one = transfer_of(kind, 100, peer=peer)
         assert card_bytes(one, group, H100, dispatch=None, rank=0) == sent
     # One of 16 experts for each token: half of them are on the other node, as without DeepEP.
     experts = Group("g", ("ep",), tuple(range(16)))
     for dispatch in (None, Dispatch(16, 1)):
         found = card_bytes(
-            transfer("all_to_all", 160), experts, H100, dispatch=dispatch, rank=0
+            transfer_of("all_to_all", 160), experts, H100, dispatch=dispatch, rank=0
         )
         assert found == pytest.approx(80)
     # With two experts for each token, a node gets a single copy: 1 - C(8, 2) / C(16, 2) of them, over two.
     found = card_bytes(
-        transfer("all_to_all", 160), experts, H100, dispatch=Dispatch(16, 2), rank=0
+        transfer_of("all_to_all", 160), experts, H100, dispatch=Dispatch(16, 2), rank=0
     )
     assert found == pytest.approx(160 / 2 * (1 - 28 / 120))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import Shell
-from titan.cli import main
 from titan.sim.price.profiles import load_profile
 from titan.sim.search.variants import simulate_variants
 
@@ -106,16 +105,18 @@ def test_a_phase_that_does_not_fit_is_the_verdict(tmp_path: Path, shell: Shell) 
     )  # the page is of the first phase
 
 
-def test_a_change_of_layout_is_priced(jobs: tuple[str, str], tmp_path: Path) -> None:
+def test_a_change_of_layout_is_priced(
+    jobs: tuple[str, str], tmp_path: Path, shell: Shell
+) -> None:
     """The phase costs what a job of its layout costs, and the border a save that training waits for and a restart."""
     file, job = tmp_path / "facts.json", tmp_path / "job.toml"
     long = "[[phase]]\nfrom_step = 501\nseq_len = 2048\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
     job.write_text(Path(jobs[1]).read_text() + f"{long}context_parallel_degree = 2\n")
     times = f"--simulator.run.restart_seconds=600 --run --json {file}".split()
-    assert main(["sim", str(job), *WHERE, *times]) == 0
+    shell(f"sim {job}", *WHERE, *times)
     facts = json.loads(file.read_text())
     alone = ["--training.steps=500", *LONG, "--parallelism.context_parallel_degree=2"]
-    assert main(["sim", jobs[1], *WHERE, *times, *alone]) == 0
+    shell("sim", jobs[1], *WHERE, *times, *alone)
     other = json.loads(file.read_text())
     phase, cost, [job_cost] = (
         facts["phases"][1],

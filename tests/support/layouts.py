@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.jobs import degrees_of
 from tests.support.steps import build_step
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
@@ -201,11 +202,7 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = 0) -> Job
                 "backend": layout.compiled or "inductor",
             },
             "parallelism": {
-                "pipeline_parallel_degree": degrees.get("pp", 1),
-                "data_parallel_replicate_degree": degrees.get("dp_replicate", 1),
-                "data_parallel_shard_degree": degrees.get("dp_shard", 1),
-                "tensor_parallel_degree": degrees.get("tp", 1),
-                "context_parallel_degree": degrees.get("cp", 1),
+                **degrees_of({"dp_shard": 1} | degrees),
                 **dict(layout.settings),
             },
             "loss": {"chunk_tokens": 100, **dict(layout.loss)},

@@ -34,9 +34,16 @@ def logged_steps(folder: Path) -> list[int]:
     return [int(row["step"]) for row in logged_rows(folder)]
 
 
-def saved_tensors(step_folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint except generators' states, which are bytes of a rank."""
-    shapes = {k: v for k, v in stored_shapes(step_folder).items() if not k.startswith("rng.")}
+def numbers(folder: Path) -> list[tuple[float, ...]]:
+    """Return the figures of each logged step that follow from its job."""
+    names = ("step", "loss", "grad_norm", "lr", "tokens")
+    return [tuple(row[name] for name in names) for row in logged_rows(folder)]
+
+
+def saved_tensors(step_folder: Path, *, rng: bool = False) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, with `rng` also generators' states, which are bytes of a rank."""
+    stored = stored_shapes(step_folder).items()
+    shapes = {name: form for name, form in stored if rng or not name.startswith("rng.")}
     state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     load(step_folder, state)
     return state

@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from tests.support import planted
 from tests.support.ranks import Pool
 from titan.checks.layout_rules import resolve_layout
-from titan.config.layout import AXES
 from titan.config.load import load_from_argv
 from titan.contrib.muon import optimizer as muon
 from titan.models.common import moe
@@ -138,7 +137,7 @@ def train(
         BUGS[bug].plant()
     config = load_from_argv([*job], warn=False)
     layout = resolve_layout(config, dist.get_world_size())
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in AXES})
+    mesh = build_mesh("cpu", **layout.degrees)
     built = build_train_step(
         resolve_job(config, layout, device="cpu"), device=torch.device("cpu"), mesh=mesh
     )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ SWAPPED = {
     "torch.accelerator.reset_peak_memory_stats()": "None",
     "torch.accelerator.max_memory_allocated()": "0",
     "torch.accelerator.memory_allocated()": "0",
+    "from tests.gpu import NEEDS_GPU as pytestmark": "import pytest; pytestmark = pytest.mark.gpu",
     r"pytest\.mark\.skipif\(.*(torch\.cuda|torch\.accelerator).*\n": "\n",
 }
 # Why a test cannot end on a CPU, how its name begins, and the error with which it ends there.
@@ -78,7 +80,9 @@ PROCESSES = (
 
 def copy_tests(source: Path, target: Path) -> None:
     """Write the tests of a folder into another one, with the device swapped."""
-    for file in source.glob("test_*.py"):
+    for file in source.glob("test_*.json"):
+        copy(file, target)
+    for file in {*source.glob("*.py")} - {source / "__init__.py"}:
         text = file.read_text(encoding="utf-8")
         for pattern, replacement in SWAPPED.items():
             is_regex = "(?" in pattern or "\\" in pattern

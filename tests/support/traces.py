@@ -29,8 +29,6 @@ from titan.sim.record.trace import Allocate, Event, Free, Trace, Transfer
 from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
 from titan.step.train_step import TrainStep
 
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 def job(*, batch: Any = 4, layers: Any = 4, **sections: dict[str, Any]) -> JobConfig:
     """A tiny Llama; sections are merged into it."""
@@ -100,6 +98,10 @@ def on_cpu(*_: Any) -> None:
         enable_gqa: bool = False,
     ) -> Tensor:
         settings: dict[str, Any] = {"attn_mask": device._added(attn_mask, q), "scale": scale}
+        if v.shape[-1] != q.shape[-1]:  # which the fused kernel does not have
+            settings["enable_gqa"] = enable_gqa
+            math = torch.ops.aten._scaled_dot_product_attention_math
+            return math(q, k, v, settings.pop("attn_mask"), dropout_p, is_causal, **settings)[0]
         # The second result is the logsumexp, which only backward uses.
         return getattr(torch.ops.aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
 
@@ -141,7 +143,7 @@ def in_turn(names: Collection[str], *, slow: Collection[str]) -> list[Any]:
 
 def real_program(config: JobConfig) -> TrainStep:
     layout = resolve_layout(config, dist.get_world_size())
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in _AXES})
+    mesh = build_mesh("cpu", **layout.degrees)
     return build_step(config, mesh)
 
 
@@ -226,23 +228,23 @@ class CountOperations(_Plain):
             self.counts[str(func)] += 1
 
 
-def count_real_operations(config: JobConfig) -> Counter[str]:
-    """What this rank computes in its second step."""
+def watched(config: JobConfig, counter: Any) -> Any:
+    """Return a counter of what this rank does in its second step."""
     train_step = real_program(config)
     batches = real_batches(config)
     train_step.train(batches, step=1)
-    with CountOperations() as counter:
+    with counter:
         train_step.train(batches, step=2)
-    return counter.counts
+    return counter
+
+
+def count_real_operations(config: JobConfig) -> Counter[str]:
+    return watched(config, CountOperations()).counts
 
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
-    """What this rank really sends in its second step."""
-    train_step = real_program(config)
-    batches = real_batches(config)
-    train_step.train(batches, step=1)
-    with CountTransfers() as counter:
-        train_step.train(batches, step=2)
+    """What this rank really sends."""
+    counter = watched(config, CountTransfers())
     return counter.counts, counter.bytes
 
 

@@ -105,10 +105,8 @@ def test_phases_are_spread_over_the_steps() -> None:
         {"from_step": 1000, "global_batch_size": 64},
         {"from_tokens": 10**12, "seq_len": 8192, "min_lr_factor": 0.1},
     ]
-    config = model(
-        "llama3", "8B", training={"seq_len": 2048, "global_batch_size": 32, "steps": 10**6}
-    )
-    config = JobConfig.model_validate(config.model_dump() | {"phase": phases})
+    training = {"seq_len": 2048, "global_batch_size": 32, "steps": 10**6}
+    config = model("llama3", "8B", training=training, phase=phases)
     small = changed(config, small_keys(config, tp=1))
     assert not check(small)
     found = [
@@ -230,14 +228,13 @@ JOBS: dict[str, tuple[JobConfig, str]] = {
     ),
     "flow matching": (model("flux", training={"seq_len": 20}), "cp"),
     "phases": (
-        JobConfig.model_validate(
-            model("llama3", training={"steps": 30}).model_dump()
-            | {
-                "phase": [
-                    {"from_step": 9, "seq_len": 64},
-                    {"from_step": 20, "global_batch_size": 64},
-                ]
-            }
+        model(
+            "llama3",
+            training={"steps": 30},
+            phase=[
+                {"from_step": 9, "seq_len": 64},
+                {"from_step": 20, "global_batch_size": 64},
+            ],
         ),
         "pp",
     ),

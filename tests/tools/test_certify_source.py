@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.support.commands import Shell
 from tests.support.hf_families import families, overrides_of
 from tests.support.jobs import job
+from tests.tools.test_certify import model
 from titan.checks.layout_rules import resolve_layout
 from titan.cli import main as titan
 from titan.contrib.transformers import certify as source
@@ -24,10 +25,6 @@ from titan.models.common.attention import InnerAttention
 from titan.numerics.certify.command import LAYOUTS, CertifiedLayout, Certifier
 from titan.numerics.certify.steps import train_job
 from titan.step import train_step
-
-
-def ours(name: str, flavor: str = "tiny", **sections: Any) -> Any:
-    return job(model={"name": name, "flavor": flavor, "overrides": {}}, **sections)
 
 
 def theirs(kind: str, **more: Any) -> Any:
@@ -41,16 +38,16 @@ def first_row(config: Any) -> CertifiedLayout:
 
 
 JOBS = {
-    "Llama": lambda: ours("llama3"),
-    "gpt-oss": lambda: ours("gpt_oss"),
-    "Qwen3 with experts": lambda: ours("qwen3", "tiny_moe"),
-    "DeepSeek-V3": lambda: ours("deepseek_v3"),
+    "Llama": lambda: model("llama3"),
+    "gpt-oss": lambda: model("gpt_oss"),
+    "Qwen3 with experts": lambda: model("qwen3", "tiny_moe"),
+    "DeepSeek-V3": lambda: model("deepseek_v3"),
     "Mixtral": lambda: theirs("mixtral"),
     "a window": lambda: theirs("mistral", sliding_window=8),
     "a table in part": lambda: theirs("gpt_oss", rope_parameters={"rope_theta": 500.0}),
     "a hybrid": lambda: theirs("qwen3_next"),
-    "Flux": lambda: ours("flux", training={"seq_len": 20}),
-    "LLaVA": lambda: ours("llava", training={"seq_len": 128}, task={"options": {"path": "."}}),
+    "Flux": lambda: model("flux", training={"seq_len": 20}),
+    "LLaVA": lambda: model("llava", training={"seq_len": 128}, task={"options": {"path": "."}}),
 }
 JUDGES = {"Flux": "diffusers"}
 
@@ -101,8 +98,8 @@ def opposite_bias() -> None:
 FAULTS: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {
     "scale of attention": (wrong_scale, lambda: theirs("mistral")),
     "a window that is ignored": (ignored_window, lambda: theirs("mistral", sliding_window=8)),
-    "bias of the router": (opposite_bias, lambda: ours("deepseek_v3")),
-    "targets": (loss_of_the_token_itself, lambda: ours("llama3")),
+    "bias of the router": (opposite_bias, lambda: model("deepseek_v3")),
+    "targets": (loss_of_the_token_itself, lambda: model("llama3")),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_huggingface_experts import MODELS, SIZES
+from tests.support.commands import Shell
 from titan import cli
 from titan.base.untrusted import printable
 from titan.checkpoint import manager as checkpoints
@@ -140,34 +141,31 @@ def write(file: Path, hf: Any) -> Path:
     return file
 
 
-def facts_of(capsys, *argv: object) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli.main(["check", *map(str, argv), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def facts_of(shell: Shell, *argv: object) -> dict[str, Any]:
+    return json.loads(shell("check", *map(str, argv), "--json").out)
 
 
-def test_the_snippet_is_a_job_of_the_same_size(tmp_path: Path, capsys) -> None:
+def test_the_snippet_is_a_job_of_the_same_size(tmp_path: Path, shell: Shell) -> None:
     changes = {"num_hidden_layers": 3, "rope_scaling": None}
     file = write(tmp_path / "config.json", PUBLISHED["Llama-3.2-1B"] | changes)
-    assert cli.main(f"check --hf {file}".split()) == 0
-    page = capsys.readouterr().out.splitlines()
+    page = shell(f"check --hf {file}").out.splitlines()
     start = next(n for n, line in enumerate(page) if line.endswith("[model]"))
     snippet = page[
         start : next(n for n in range(start, len(page)) if page[n].startswith("loads"))
     ]
     assert "flavor" in snippet[2] and "n_layers = 3" in snippet[3]
     job = write(tmp_path / "job.toml", "\n".join(line.strip() for line in snippet))
-    facts = facts_of(capsys, "--hf", file)
-    assert facts["parameters"] == facts_of(capsys, job)["model"]["parameters"]
+    facts = facts_of(shell, "--hf", file)
+    assert facts["parameters"] == facts_of(shell, job)["model"]["parameters"]
     assert facts["loads"] is None
 
 
-def test_the_page_in_the_docs(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_page_in_the_docs(tmp_path: Path, monkeypatch, shell: Shell) -> None:
     write(tmp_path / "Llama-3.2-1B" / "config.json", PUBLISHED["Llama-3.2-1B"])
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["check", "--hf", "Llama-3.2-1B"]) == 0
+    said = shell("check --hf Llama-3.2-1B").out
     docs = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
-    assert f"```text\n{capsys.readouterr().out}```" in docs
+    assert f"```text\n{said}```" in docs
 
 
 def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
@@ -182,13 +180,13 @@ def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_a_job_that_continues_a_folder(name: str, tmp_path: Path, capsys) -> None:
+def test_a_job_that_continues_a_folder(name: str, tmp_path: Path, shell: Shell) -> None:
     model, job = random_model(name, {}), tmp_path / "job.toml"
     model.save_pretrained(tmp_path)
-    words = f"init {job} --hf {tmp_path}".split()
-    assert cli.main(words) == 2 and "its tokenizer are missing" in capsys.readouterr().err
-    learn = ["tokenizer", "train", "--input", __file__, "--output", str(tmp_path)]
-    assert cli.main([*learn, "--vocab-size=301"]) == 0 and cli.main(words) == 0
+    words = f"init {job} --hf {tmp_path}"
+    assert "its tokenizer are missing" in shell.refuse(words)
+    shell(f"tokenizer train --input {__file__} --output {tmp_path} --vocab-size=301")
+    shell(words)
     config, theirs = load_config(job), model.config
     sizes, start = config.model.sizes, config.checkpoint
     assert sizes.num_params == model.num_parameters() and sizes.vocab_size == theirs.vocab_size
@@ -197,16 +195,15 @@ def test_a_job_that_continues_a_folder(name: str, tmp_path: Path, capsys) -> Non
     assert start.initial_load_path == config.tokenizer.path == str(tmp_path)
 
 
-def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:
+def test_weights_that_differ_are_named(tmp_path: Path, shell: Shell) -> None:
     model = random_model("Llama", {})
     model.save_pretrained(tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text())
     write(tmp_path / "config.json", hf | {"intermediate_size": hf["intermediate_size"] + 1})
-    facts = facts_of(capsys, "--hf", tmp_path)
+    facts = facts_of(shell, "--hf", tmp_path)
     assert facts["loads"] is False and facts["family"]["name"] == "llama3"
     assert len(facts["problems"]) == 3 * hf["num_hidden_layers"]
-    assert cli.main(f"check --hf {tmp_path}".split()) == 0
-    said = capsys.readouterr().out
+    said = shell(f"check --hf {tmp_path}").out
     assert (
         "loads       no" in said and "mlp.gate_proj.weight has shape" in said and "more" in said
     )
@@ -244,13 +241,12 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("hf", HOSTILE, ids=range(len(HOSTILE)))
-def test_broken_files_are_one_line(hf: Any, tmp_path: Path, capsys) -> None:
+def test_broken_files_are_one_line(hf: Any, tmp_path: Path, shell: Shell) -> None:
     file = write(tmp_path / "config.json", hf)
     write(
         tmp_path / "evil.py", f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n"
     )
-    assert cli.main(f"check --hf {tmp_path}".split()) == 2
-    said = capsys.readouterr()
+    said = shell(f"check --hf {tmp_path}", code=2)
     assert said.err.count("\n") == 1 and str(file) in said.err and not said.out
     assert printable(said.err[:-1]) == said.err[:-1] and len(said.err) < 600
     assert not (tmp_path / "executed").exists()

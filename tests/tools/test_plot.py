@@ -116,6 +116,23 @@ def test_panels_of_what_was_evaluated() -> None:
     assert [*panels({"run": [{"step": 1, "loss": 2.0}]})] == []
 
 
+def test_recall_of_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    # Rows of a stage without a choice, of two layers, and of a file that someone else wrote.
+    tables = [None, {"layer": [0, 3], "recall": [0.2, 0.4]}, {"layer": [0], "recall": ["?"]}]
+    rows = [{"step": n, "loss": 1.0, "indexer": table} for n, table in enumerate(tables)]
+    rows[1]["indexer_loss"] = 0.5
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert main(["plot", str(tmp_path)]) == 0
+    _, of_loss, of_recall, _ = drawn[0].axes
+    assert [list(line.get_ydata()) for line in of_loss.lines] == [[0.5]]
+    assert [line.get_ydata()[0] for line in of_recall.lines] == pytest.approx([0.3, 0.2, 0.4])
+    assert [text.get_text() for text in of_recall.texts] == ["0", "3"]
+
+
 def test_curves_of_a_long_run() -> None:
     rows = [{"step": s, "loss": float(s % 7), "loss_mean": float(s % 2)} for s in range(100)]
     names = [name for name, *_ in loss_curves(rows, "step")]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import Shell
 from tests.support.ranks import Pool
 from tests.support.scripted import SHAPES, write_folder
-from titan.cli import main as titan
 from titan.contrib.evaluation import evaluate
 
 transformers = pytest.importorskip("transformers")
@@ -81,14 +81,13 @@ def greedy(theirs: tuple[Any, Any], ids: list[int]) -> tuple[str, str]:
     return before, whole[len(before) :]
 
 
-def generated(capsys: pytest.CaptureFixture[str], folder: Path, *argv: str) -> str:
+def generated(shell: Shell, folder: Path, *argv: str) -> str:
     options = ["--temperature", "0", "--max-new-tokens", "12", "--device", "cpu"]
-    assert titan(["generate", "--checkpoint", str(folder), *argv, *options]) == 0
-    return capsys.readouterr().out.removesuffix("\n")
+    return shell(f"generate --checkpoint {folder}", *argv, *options).out.removesuffix("\n")
 
 
 def test_texts_and_answers_end_where_transformers_ends_them(
-    folder: Path, theirs: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, theirs: tuple[Any, Any], tmp_path: Path, shell: Shell
 ) -> None:
     rows: list[Any] = [{"prompt": text} for text in PROMPTS] + [{"messages": ASKED}]
     expected = [greedy(theirs, theirs[0](text).input_ids)[1] for text in PROMPTS]
@@ -97,11 +96,11 @@ def test_texts_and_answers_end_where_transformers_ends_them(
     assert expected[0] == " brown dogs and" and expected[-1].endswith(" fox jumps over lazy")
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = generated(capsys, folder, "--prompts", str(file)).splitlines()
+    lines = generated(shell, folder, "--prompts", str(file)).splitlines()
     assert [json.loads(line)["completion"] for line in lines] == expected
-    streamed = generated(capsys, folder, "--prompt", PROMPTS[0])
+    streamed = generated(shell, folder, "--prompt", PROMPTS[0])
     assert streamed == PROMPTS[0] + expected[0]
-    assert generated(capsys, folder, "--chat", "--prompt", "how are you") == expected[-1]
+    assert generated(shell, folder, "--chat", "--prompt", "how are you") == expected[-1]
 
 
 def scored(

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.support.commands import Shell
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.tables import table
@@ -82,7 +83,7 @@ def losses(run: str) -> list[float]:
     return [row["loss"] for row in read_json_lines(Path(run, "metrics.jsonl"))]
 
 
-def test_a_run_goes_on_as_another_job_and_back(trained: Trained) -> None:
+def test_a_run_goes_on_as_another_job_and_back(trained: Trained, shell: Shell) -> None:
     before = {path: path.read_bytes() for path in Path("old").rglob("*.*")}
     assert swap(*HALVES) == 0 and trained == [*BOTH, "disturbed old", FOLDER]
     assert step()["verdict"] == "equal but for rounding" and 0 < step()["worst"] < 0.5
@@ -93,7 +94,7 @@ def test_a_run_goes_on_as_another_job_and_back(trained: Trained) -> None:
     # The job before has its own number of ranks, or its batch would be another one.
     place = Path("new/environment.json")
     place.write_text(json.dumps(json.loads(place.read_text()) | {"world_size": 2}))
-    assert titan(["swap", "new", "--back", "--steps=1", "--job.dump_folder=back"]) == 0
+    shell("swap new --to=new/before.toml --nproc=1 --steps=1 --job.dump_folder=back")
     lineage = json.loads(Path("back/swap.json").read_text())["swaps"]
     assert [(one["run"], one["step"]) for one in lineage] == [("old", 6), ("new", 6)]
 
@@ -169,7 +170,7 @@ def test_what_modules_draw_is_left_out(trained: Trained) -> None:
 
 
 def test_the_runs_copy_of_a_tokenizer_is_no_change_and_other_data_is(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
+    trained: Trained, shell: Shell
 ) -> None:
     """Keys of the command line are permissions for the old job, too. They hide no change."""
     Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save("words.json")
@@ -178,8 +179,8 @@ def test_the_runs_copy_of_a_tokenizer_is_no_change_and_other_data_is(
     assert Path("copied/tokenizer/words.json").is_file()
     Path("new.toml").write_text(to_toml(job("new", **words)))
     command = ["swap", "copied", "--to=new.toml", "--steps=1"]
-    assert titan([*command, "--training.dataset=stdlib"]) == 2
-    assert 'training.dataset: "synthetic" -> "stdlib" changes' in capsys.readouterr().err
+    said = shell.refuse(*command, "--training.dataset=stdlib")
+    assert 'training.dataset: "synthetic" -> "stdlib" changes' in said
     assert titan(command) == 0 and trained == [*BOTH, FOLDER]
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import pairwise
 
 from titan.config.errors import Violations
-from titan.config.phases import DEGREES, longest_sequence, phases_of
+from titan.config.phases import DEGREES, longest_sequence, phases_of, sections_in
 from titan.config.schema import JobConfig, reads_chats, streams
 from titan.config.task import reads_text
 from titan.data import DataError
@@ -65,7 +65,9 @@ def check_phases(config: JobConfig) -> Violations:
         key, length, weights = f"phase[{number}]", phase.seq_len, phase.weights
         if (phase.from_step is None) == (phase.from_tokens is None):
             yield key, "set either from_step or from_tokens, to say where it begins"
-        if not phase.model_dump(exclude_none=True, exclude={"from_step", "from_tokens"}):
+        own = phase.model_dump(exclude_none=True, exclude={"from_step", "from_tokens"})
+        before, after = (sections_in(config, number + n) for n in (1, 2))
+        if not own and before == after:
             yield key, "changes nothing; set what it changes, such as seq_len, or remove it"
         if not is_text and (length or weights):
             yield (

@@ -162,9 +162,11 @@ class Section(BaseModel):
 
     Attributes:
         is_list: a new table that a package adds may stand several times in a job, as [[NAME]].
+        by_phase: keys that are lists with a value for each phase. The last value goes on.
     """
 
     is_list: ClassVar[bool] = False
+    by_phase: ClassVar[tuple[str, ...]] = ()
 
     # use_attribute_docstrings: the string below a field is its help.
     model_config = ConfigDict(
@@ -181,6 +183,12 @@ class Section(BaseModel):
             if name in type(self).model_fields:
                 raise UnknownValue(name)
             return super().__getattr__(name)
+
+    def in_phase(self, number: int) -> Section:
+        """Return the section as phase 1, 2, ... of a job reads it: with that phase's value alone in each list of `by_phase`."""
+        lists = {name: getattr(self, name) for name in self.by_phase}
+        values = {n: [each[min(number, len(each)) - 1]] for n, each in lists.items()}
+        return self.model_copy(update=values)
 
     def forget(self, path: KeyPath) -> None:
         """Make the value of the setting at `path` unknown. For an item of a list, the whole list becomes unknown."""

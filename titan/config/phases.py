@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .base import Section
 from .errors import Problem, UnknownValue
 from .layout import AXES, Layout, layout_of, mesh_of
 from .plug_ins import door, parts_of
@@ -84,10 +85,20 @@ class Phase:
         return f"phase {self.number}, {steps}: {size}{mesh}{''.join(more)}"
 
 
+def sections_in(config: JobConfig, number: int) -> dict[str, Section]:
+    """Return the sections that a phase reads in another way than the job has them, such as a stage out of a list."""
+    pairs = [
+        (name, section, section.in_phase(number))
+        for name, section in config
+        if isinstance(section, Section)
+    ]
+    return {name: own for name, section, own in pairs if own != section}
+
+
 def jobs_of(config: JobConfig) -> list[JobConfig]:
     """Return the job of each phase, with the steps of the whole run, and with the source lines of the phase's own keys."""
     config = config.whole
-    jobs = [job := config.model_copy(update={"phase": []})]
+    jobs = [job := config.model_copy(update={"phase": [], **sections_in(config, 1)})]
     lines = dict(config.source_map.locations)
     for number, section in enumerate(config.phase):
         changes: dict[str, dict[str, Any]] = {
@@ -98,7 +109,7 @@ def jobs_of(config: JobConfig) -> list[JobConfig]:
             pairs = zip(job.data.sources, section.weights, strict=False)  # a rule compares them
             sources = [source.model_copy(update={"weight": weight}) for source, weight in pairs]
             changes["data"] = {"sources": sources}
-        updates = {}
+        updates: dict[str, Section] = sections_in(config, number + 2)
         for name, values in changes.items():
             updates[name] = getattr(job, name).model_copy(update=values)
             for key in values:

@@ -219,23 +219,22 @@ def ranks_of(config: JobConfig, world_size: int) -> int:
 
 
 def open_run(
-    run: Path, keys: Sequence[str], *, file: str = CONFIG
+    run: Path, keys: Sequence[str]
 ) -> tuple[JobConfig, dict[int, Location], dict[str, Loss]]:
     """Return the job of a run folder, its checkpoints by step, and the keys that the job lost.
 
     Args:
         run: run folder.
         keys: "--section.key=value"; those that are permissions hold for the run's job.
-        file: the job in the run folder.
 
     Raises:
         InputError: the folder is no run.
         ConfigError: the checkpoints are elsewhere, and no key permits that.
     """
-    if not (run / file).is_file():
-        raise InputError(f"{run} is no run folder: it has no {file}")
+    if not (run / CONFIG).is_file():
+        raise InputError(f"{run} is no run folder: it has no {CONFIG}")
     granted = _granted(keys)
-    config = load_config(run / file, overrides=granted.values())
+    config = load_config(run / CONFIG, overrides=granted.values())
     config = with_tokenizer(config, run=run)  # its copy
     config, lost = without_permissions(
         config, run=run, granted=[*granted, *_REPLACED], takes_keys=True

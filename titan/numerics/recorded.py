@@ -17,7 +17,7 @@ class RecordedTensor:
     """Whole tensor of a recorded step, see titan/numerics/recorder.py.
 
     Attributes:
-        kind: "batch", "weight" before the step, "output", "output gradient", "gradient" or "update".
+        kind: "batch", "weight" before the step, "output", "choice" and "cut" (`Recorder`), "output gradient", "gradient" or "update".
         name: module or parameter; "tokens" or "labels" of the batch.
         dtype: dtype of the tensor.
         norm: its norm. None: not known.

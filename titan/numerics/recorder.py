@@ -138,7 +138,7 @@ class Recorder:
         if self.generator is not None and not [*module.children()] and not is_compiled(module):
             out = self._perturb(args, out)
         if name:  # a pipeline stage ends elsewhere than the model
-            self._note_output(name, out)
+            self._note_output(name, module, out)
         return out
 
     def begin(self, *, batch: int, samples: int, positions: Tensor, length: int) -> None:
@@ -180,15 +180,22 @@ class Recorder:
             factor = DTensor.from_local(factor, x.device_mesh, x.placements, run_check=False)
         return tree_map(lambda leaf: x * factor if leaf is x else leaf, out)
 
-    def _note_output(self, name: str, out: Any) -> None:
+    def _note_output(self, name: str, module: Any, out: Any) -> None:
         # A recomputation for the backward pass repeats what has been recorded.
         if not self.active or is_recomputation():
+            return
+        first = self.calls[name]
+        samples = range(first, first + self.batch_size)
+        if "record_choice" in vars(module):
+            # The output is numbers of keys, which do not tell how far two choices are apart.
+            for kind, x in module.record_choice(out).items():
+                self._note(kind, name, x, samples, ("B", "S", *x.shape[2:]))
+            self.calls[name] = samples.stop
             return
         x = _first_float(out)
         if x is None or name not in self.shapes:
             return
-        first, has_batch = self.calls[name], not {"B", "BS"}.isdisjoint(self.shapes[name])
-        samples = range(first, first + self.batch_size)
+        has_batch = not {"B", "BS"}.isdisjoint(self.shapes[name])
         if (not has_batch and first) or not self._note("output", name, x, samples):
             return  # an output of parameters alone is the same in each micro-batch
         self.calls[name] += self.batch_size if has_batch else 1

@@ -67,7 +67,8 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
         last, again = out, is_recomputation()
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
-                note("recomputed output" if again else "output", name, x)
+                kind = "output" if x.is_floating_point() else "choice"
+                note("recomputed " * again + kind, name, x)
                 if x.requires_grad and not again:
                     x.register_hook(partial(note, "output gradient", name))
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import JobConfig
 
 if TYPE_CHECKING:
     from titan.parallel.float8 import Conversion
+
+
+@runtime_checkable
+class StagedSizes(Protocol):
+    """Sizes of a model that a job or its phases train in stages, each with other FLOPs.
+
+    Attributes:
+        index_width: channels of the queries of all indexers, which choose keys.
+    """
+
+    index_width: int
+
+    def trained_by(self, config: JobConfig) -> Any:
+        """Return the sizes in the stage of a job, or of one of its phases."""
+        ...
 
 
 def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int) -> float:
@@ -24,6 +39,20 @@ def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int)
     return tokens_per_s * flops_per_token / num_ranks / 1e12
 
 
+def flops_per_token(config: JobConfig, sizes: Any, *, causal: bool, length: int = 0) -> int:
+    """Return the model's FLOPs per token, forward and backward, as a job or one of its phases trains it.
+
+    Args:
+        config: the job, or that of a phase.
+        sizes: sizes of the model.
+        causal: count only the pairs of queries and keys that a causal mask leaves.
+        length: tokens of a sequence. 0: the job's.
+    """
+    if isinstance(sizes, StagedSizes):
+        sizes = sizes.trained_by(config)
+    return sizes.flops_per_token(length or config.training.seq_len, causal=causal)
+
+
 def flops_by_dtype(
     config: JobConfig, sizes: Any, layers: Iterable[Conversion]
 ) -> dict[str, float]:
@@ -35,7 +64,7 @@ def flops_by_dtype(
         layers: conversion to 8 bits of each linear layer of the whole model.
     """
     causal = config.metrics.mfu_convention == "causal"
-    rest = sizes.flops_per_token(config.training.seq_len, causal=causal)
+    rest: float = flops_per_token(config, sizes, causal=causal)
     flops: dict[str, float] = {}
     if (linear := quantize_section(config)) is not None and not linear.emulate:
         recipe = linear.recipe_name or "tensorwise"

@@ -14,7 +14,7 @@ from typing import Any
 from titan.base.rows import Row
 from titan.config.phases import Phase
 from titan.observe.columns import empty_row
-from titan.observe.flops import flops_by_dtype, model_tflops, utilization
+from titan.observe.flops import flops_by_dtype, flops_per_token, model_tflops, utilization
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog, finite
 from titan.run.hook import Hook, StepResult
@@ -179,4 +179,4 @@ class Metrics(Hook):
     def _flops_per_token(self, phase: Phase) -> float:
         """Return the FLOPs of a token, which grow with the length of the sequences."""
         causal = phase.config.metrics.mfu_convention == "causal"
-        return self.trainer.sizes.flops_per_token(phase.config.training.seq_len, causal=causal)
+        return flops_per_token(phase.config, self.trainer.sizes, causal=causal)

@@ -32,6 +32,7 @@ from typing import Any, TypeAlias
 
 from titan.config.layout import Layout, keeps_gathered
 from titan.config.schema import ActivationCheckpointSection, JobConfig
+from titan.observe.flops import StagedSizes
 from titan.parallel.sac_save_list import parse_blocks, parse_rule
 
 from .routing import busiest_rank
@@ -42,6 +43,7 @@ num_block_params and num_embedding_params; for a mixture of experts also titan.m
 
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SPARSE_ROWS = 128  # that layers which choose their keys compute at a time
 
 
 def estimate_memory(
@@ -87,7 +89,8 @@ def estimate_memory(
         "parameters": params_bytes,
         "gradients": params_bytes * at_once,
         "optimizer": moments_bytes / shards,
-        "activations": tokens * (kept + recomputed) * compute_bytes,
+        "activations": tokens * (kept + recomputed) * compute_bytes
+        + _sparse_bytes(config, model_config, layout),
         "logits": _logits_bytes(config, model_config, layout, tokens=tokens),
         "unsharded": _unsharded_bytes(config, model_config, layout, layers=layers),
     }
@@ -151,6 +154,30 @@ def activation_elements(
     if layout.pp == 1:  # inputs of the last norm and of the output layer
         kept += model.dim / layout.tp + model.dim
     return kept, 0 if section.mode == "none" else whole
+
+
+def _sparse_bytes(config: JobConfig, model: ModelSizes, layout: Layout) -> float:
+    """Return the bytes that a choice of keys takes beside those of attention to all keys, if the layers of a model choose.
+
+    All layers keep their choices. One layer at a time has temporary tensors for `_SPARSE_ROWS` queries and all keys. Most of them are three
+    of all heads for the target of the indexer's loss, or three of the indexer's heads, or gradients of keys and values, in fp32 and as computed.
+    """
+    job: Any = config
+    if not isinstance(model, StagedSizes) or not model.index_width:
+        return 0.0
+    if job.sparse_attention.stages[0] == "dense":
+        return 0.0
+    sizes: Any = model
+    item, training = _BYTES[config.training.compute_dtype], config.training
+    queries, heads = training.seq_len / layout.cp, sizes.n_heads / layout.tp
+    rows = min(_SPARSE_ROWS, queries)
+    of_target = heads * (3 * 4 * rows + item * sizes.head_dim)
+    of_scores = 3 * 4 * rows * sizes.index_heads
+    of_keys = 2 * heads * sizes.head_dim * (4 + item)
+    # Masks and scores of one choice are 16 bytes a query and key.
+    of_layer = training.seq_len * (max(of_target, of_scores, of_keys) + 16 * rows)
+    choices = queries * 4 * sizes.choices / layout.pp * _in_flight(config, layout)
+    return training.local_batch_size * (choices + of_layer / _num_microbatches(config, layout))
 
 
 def _feed_forward_elements(config: JobConfig, model: ModelSizes, layout: Layout) -> float:

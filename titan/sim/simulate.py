@@ -14,7 +14,7 @@ from titan.config.layout import Layout
 from titan.config.model import model_title
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
-from titan.observe.flops import utilization
+from titan.observe.flops import flops_per_token, utilization
 
 from .documents import document_keys
 from .estimate import estimate_memory
@@ -318,10 +318,12 @@ def facts(simulation: Simulation) -> Facts:
     known_keys, length = document_keys(config), config.training.seq_len
     if known_keys:  # attention of tokens that a mask hides is no work
         length = min(length, round(2 * known_keys))
-    full, causal = (model.flops_per_token(length, causal=c) for c in (False, True))
-    flops_per_token = causal if convention == "causal" else full
+    full, causal = (
+        flops_per_token(config, model, causal=c, length=length) for c in (False, True)
+    )
+    flops = causal if convention == "causal" else full
     # MFU counts the model's FLOPs, without recomputation: recomputation lowers it.
-    tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
+    tflops = simulation.tokens_per_s_per_gpu * flops / 1e12
     # A profile may lack a peak for the dtype. Then there is no MFU.
     dtype = config.training.compute_dtype
     peak = profile.peak_tflops.get(dtype)
@@ -338,8 +340,8 @@ def facts(simulation: Simulation) -> Facts:
         "model": f"{config.model.name} {model_title(config.model)}",
         "tflops_per_gpu": tflops,
         "mfu": tflops / peak if peak else None,
-        "mfu_causal": tflops * (causal / flops_per_token) / peak if peak else None,
-        "utilization": _utilization(simulation, flops_per_token),
+        "mfu_causal": tflops * (causal / flops) / peak if peak else None,
+        "utilization": _utilization(simulation, flops),
         "mfu_convention": convention,
         "mfu_dtype": dtype,
     } | _experts(simulation)

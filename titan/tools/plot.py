@@ -2,7 +2,8 @@
 
 The upper panel shows the loss: the losses of logged steps (faint), the mean since the last row
 (thin), its running mean (bold), and validations as markers. The lower panel shows the throughput.
-Between them are bits per byte, and the accuracy of evaluated tasks. Vertical lines mark where a run
+Between them are bits per byte, the accuracy of evaluated tasks, and of sparse attention the indexer's loss, the recall of each layer
+(thin, with the layer's number at the beginning) and their mean. Vertical lines mark where a run
 continued from a checkpoint, after a restart (dashed) or a rewind (dotted), or as another job
 (`titan swap`, dash-dotted). The command reads metrics.jsonl, which rows.py thins if it is long, and
 events.jsonl. It needs the extra `plot` (matplotlib).
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate, cycle
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from titan.base.rows import Row, number, read_rows
@@ -27,6 +29,7 @@ from .tables import parser_of
 
 Style = dict[str, Any]
 BOLD: Style = {"linewidth": 2}
+LAYER, MEAN = "recall of layer ", "mean recall"
 # Events after which a run continues from a checkpoint: their names in the legend, and their marks.
 MARKS: dict[str, tuple[str, Style]] = {
     "resume": ("restart", {"linewidth": 0.9, "linestyle": "--"}),
@@ -73,7 +76,7 @@ def read_metrics(file: Path) -> list[Row]:
     # Thinned: a picture of a thousand pixels cannot show a million rows.
     metrics = RowFile(file)
     metrics.update()
-    rows = metrics.thin.rows()
+    rows = [with_recall(row) for row in metrics.thin.rows()]
     if metrics.problem or not rows:
         empty = (
             "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
@@ -170,6 +173,27 @@ def panels(runs: dict[str, list[Row]]) -> Iterator[tuple[str, list[str]]]:
     if tasks := [key for key in keys if key.startswith("eval/") and key.endswith("/acc")]:
         yield "accuracy", tasks
 
+    if "indexer_loss" in keys:
+        yield "indexer's loss (nats)", ["indexer_loss"]
+    if layers := [key for key in keys if key.startswith(LAYER)]:
+        yield "recall of chosen keys", [MEAN, *layers]
+
+
+def with_recall(row: Row) -> Row:
+    """Return a row with the recall of each layer's choice, and their mean, as columns."""
+    table = row.get("indexer")
+    columns = (
+        [table.get(name) for name in ("layer", "recall")] if isinstance(table, dict) else []
+    )
+    if not columns or not all(isinstance(column, list) for column in columns):
+        return row
+    recalls = {
+        f"{LAYER}{n}": recall
+        for n, recall in zip(*columns, strict=False)
+        if number(recall) is not None
+    }
+    return row | recalls | ({MEAN: fmean(recalls.values())} if recalls else {})
+
 
 def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x: str) -> None:
     """Draw the rows of runs, and the places where each run continued.
@@ -209,6 +233,11 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
         for axes, (_, keys) in zip(between, more, strict=True):
             for key, dash in zip(keys, cycle(("-", "--", ":", "-."))):
                 at, values = points(rows, x, key)
+                if at and key.startswith(LAYER):  # its number is at the beginning of the line
+                    axes.plot(at, values, **line, linewidth=0.8, alpha=0.45)
+                    layer = key.removeprefix(LAYER)
+                    axes.annotate(layer, (at[0], values[0]), ha="right", fontsize=7, **line)
+                    continue
                 label = f"{name}: {key} (last {values[-1]:.4f})" if at else None
                 axes.plot(at, values, dash, **line, marker="o", markersize=3, label=label)
         for start in again:

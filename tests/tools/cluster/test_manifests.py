@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import finished
+from tests.support.commands import Shell, finished
 from tests.support.tables import tabled
 from titan.cli import main
 from titan.config.schema import FaultToleranceSection
@@ -74,20 +74,10 @@ def run_script(script: str, folder: Path, *words: str, **variables: str) -> Any:
         return subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log)
 
 
-def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--nodes=2",
-        "--gpus-per-node",
-        "4",
-        "--time=1-00:00:00",
-        "--partition=gpu",
-        "--account=me",
-    ]
+def test_slurm(tmp_path: Path, shell: Shell) -> None:
     folder = tmp_path / "run"
-    assert (
-        main(["slurm", JOB, *options, "--training.steps=3", f"--job.dump_folder={folder}"]) == 0
-    )
-    shown = capfd.readouterr()
+    options = "--nodes=2 --gpus-per-node 4 --time=1-00:00:00 --partition=gpu --account=me"
+    shown = shell(f"slurm {JOB} {options} --training.steps=3 --job.dump_folder={folder}")
     script = (folder / "job.sbatch").read_text()
     assert shown.out == script
     assert f"sbatch {folder}/job.sbatch" in shown.err
@@ -117,13 +107,12 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"--rdzv-id=\d+-0-[0-9a-f]{32}", name), name
 
 
-def test_the_container(tmp_path: Path) -> None:
+def test_the_container(tmp_path: Path, shell: Shell) -> None:
     """And a site's lines: behind the directives, of which they can be none, and before the settings, which win."""
     site = tmp_path / "site.sh"
     site.write_text(f"#SBATCH --nodes=7\nexport NCCL_DEBUG=INFO NPROC=9\nenv >{tmp_path}/said")
-    command = f"slurm {JOB} --nodes=1 --gpus-per-node=1 --setup={site}".split()
-    command += [f"--job.dump_folder={tmp_path}/run", "--container=a b.sqsh"]
-    assert main([*command, "--mounts=/data:/data"]) == 0
+    command = f"slurm {JOB} --nodes=1 --gpus-per-node=1 --setup={site} --mounts=/data:/data"
+    shell(f"{command} --job.dump_folder={tmp_path}/run", "--container=a b.sqsh")
     script = (tmp_path / "run" / "job.sbatch").read_text()
     arguments_in(script, tmp_path)
     words = (tmp_path / "words").read_text().split("\0")
@@ -166,15 +155,15 @@ def test_hostile_text_is_never_run(
         assert not list(tmp_path.rglob("HIT")) and not Path("HIT").exists(), text
 
 
-def test_a_job_runs_as_it_was_submitted(tmp_path: Path) -> None:
+def test_a_job_runs_as_it_was_submitted(tmp_path: Path, shell: Shell) -> None:
     """Edits of its files change neither a job that waits nor one that is requeued, and two jobs of a folder do not share a copy."""
     job, overlay = tmp_path / "job.toml", tmp_path / "more.toml"
     job.write_bytes(Path(JOB).read_bytes())
     scripts = []
     for steps in (3, 4):
         overlay.write_text(f"[training]\nsteps = {steps}\n")
-        command = f"slurm {job} {overlay} --nodes=1 --gpus-per-node=0".split()
-        assert main([*command, f"--job.dump_folder={tmp_path}/run"]) == 0
+        where = f"--nodes=1 --gpus-per-node=0 --job.dump_folder={tmp_path}/run"
+        shell(f"slurm {job} {overlay} {where}")
         scripts.append((tmp_path / "run/job.sbatch").read_text())
     job.unlink()
     overlay.write_text("nonsense")
@@ -184,12 +173,9 @@ def test_a_job_runs_as_it_was_submitted(tmp_path: Path) -> None:
         assert Path(copies[1]).read_text() == f"[training]\nsteps = {steps}\n"
 
 
-def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
-    command = (
-        f"slurm {JOB} --nodes=2 --gpus-per-node=0 --job.dump_folder={tmp_path}/run".split()
-    )
-    more = ["--sbatch=--qos=high", "--", "--exclude=n[3-4],n7", "--reservation=a b", "--nice"]
-    assert main([*command, *more[:3], more[4]]) == 0
+def test_further_options_go_to_sbatch(tmp_path: Path, shell: Shell) -> None:
+    more = ["--sbatch=--qos=high", "--", "--exclude=n[3-4],n7", "--nice"]
+    shell(f"slurm {JOB} --nodes=2 --gpus-per-node=0 --job.dump_folder={tmp_path}/run", *more)
     script = (tmp_path / "run/job.sbatch").read_text()
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     wanted = ["#SBATCH --qos=high", "#SBATCH --exclude=n[3-4],n7", "#SBATCH --nice"]
@@ -199,13 +185,11 @@ def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
 
 @tabled("option, message")
 def test_options_that_do_not_go_to_sbatch(
-    tmp_path: Path, option: str, message: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, option: str, message: str, shell: Shell
 ) -> None:
-    command = (
-        f"slurm {JOB} --nodes=2 --gpus-per-node=0 --job.dump_folder={tmp_path}/run".split()
-    )
-    assert main([*command, "--", option]) == 2
-    assert f"--sbatch: {option!r}: {message}" in capfd.readouterr().err
+    job = f"{JOB} --job.dump_folder={tmp_path}/run"
+    said = shell.refuse(f"slurm {job} --nodes=2 --gpus-per-node=0 --", option)
+    assert f"--sbatch: {option!r}: {message}" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -28,7 +28,6 @@ from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.identity import tokenizer_facts
 from titan.checkpoint.tensors import some
 from titan.config.load import load_config
-from titan.config.options import check_target, mistake
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data import require
 from titan.data.tokenizer import tokenizer_named
@@ -111,9 +110,9 @@ class NamedTensors:
         raise CheckpointError(f"{self.folder.path}: {wanted} is missing, for {theirs}")
 
     def _names(self, name: str) -> list[str]:
-        experts = self.config.get("n_routed_experts") or self.config.get("num_experts")
-        experts = experts or self.config.get("num_local_experts", 0)
-        return [name.replace("{}", str(n)) for n in range(experts)] if "{}" in name else [name]
+        if "{}" not in name:
+            return [name]
+        return [name.replace("{}", str(n)) for n in range(self.config["num_experts"])]
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,6 @@ def from_megatron(
     source: Path,
     output: Path,
     *,
-    job: Path | None = None,
     tokenizer: str = "",
     model_only: bool = False,
     prove: bool = False,
@@ -159,7 +157,6 @@ def from_megatron(
     Args:
         source: a folder iter_N, or a run's folder, which stands for its newest checkpoint.
         output: new run folder.
-        job: where the job is written; None: config.toml of the run folder.
         tokenizer: path of the tokenizer, which says how many rows of the embeddings are no padding.
         model_only: leave the moments out, and begin with step 0.
         prove: compare the logits with those of transformers' own class. It takes the memory of two models.
@@ -168,10 +165,6 @@ def from_megatron(
         CheckpointError: the checkpoint cannot be read, or titan has no such model.
     """
     check_new(output)
-    if job is not None and job.exists():
-        raise mistake("--job", f"{job} exists; name a new file")
-    if job is not None:
-        check_target("--job", job)
     folder = open_folder(source)
     opened = tokenizer_named(tokenizer) if tokenizer else None
     assets = {file.name: read_asset(file) for file in tokenizer_files(tokenizer)}
@@ -200,10 +193,8 @@ def from_megatron(
     if assets:
         write_files(assets, output / FOLDER)
     flavor, text = _job_of(output, plan, path, has_tokenizer=bool(assets))
-    run_job = output / "config.toml"  # belongs to the checkpoint
-    job = job or run_job
-    for file in (run_job, job):
-        file.write_text(text)
+    job = output / "config.toml"  # belongs to the checkpoint
+    job.write_text(text)
     report = {"megatron": folder.hashes, "titan": hashes, "arguments": arguments.read}
     (output / REPORT).write_text(json.dumps(report, indent=1, default=repr))
     return [
@@ -240,27 +231,21 @@ def _plan(
             key for key in wanted.keys() - known if wanted[key] and key != "mtp_coeff"
         ]
         if not model_only:
-            job = sections(arguments, folder.common["opt_param_scheduler"])
+            schedule = folder.common["opt_param_scheduler"]
+            job = sections(arguments, schedule)
             JobConfig.model_validate(job)  # its values may be of any type
             step = _whole(folder.common["iteration"])
             samples = _whole(arguments["consumed_train_samples"])
             tokens = samples * job["training"]["seq_len"]
             adam_steps = _adam_steps(folder.common)
-            differing += _of_schedule(folder.common["opt_param_scheduler"], job, step)
+            differing += _of_schedule(schedule, job, step)
         return MegatronJob(
             config, name, sizes, losses, job, step, tokens, padded - rows, differing, adam_steps
         )
     except CheckpointError:
         raise
     # The values may be of any type.
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except Exception as error:
         why = printable(f"{type(error).__name__}: {error}", 200)
         raise CheckpointError(f"{folder.path}: arguments of the run: {why}") from error
 

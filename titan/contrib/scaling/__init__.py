@@ -13,7 +13,7 @@ def sweep_jobs(argv: Sequence[str]) -> int:
 
 
 def compare_jobs(argv: Sequence[str]) -> int:
-    """Train two recipes side by side, and report the difference in loss, tokens, time and money."""
+    """Train two recipes side by side, and report the difference in loss, tokens and time."""
     from .compare import main
 
     return main([*argv])

@@ -1,4 +1,4 @@
-"""Command `titan compare A B`: which of two recipes is better, in loss, tokens, time and money.
+"""Command `titan compare A B`: which of two recipes is better, in loss, tokens and time.
 
 A and B are jobs, or folders of runs. Jobs are trained with the same seeds, each as a sweep. sides.py reads the runs and
 says whether their losses and speeds compare, paired.py has the statistics. What does not compare is said below a table of what does.
@@ -96,20 +96,17 @@ def main(argv: list[str] | None = None) -> int:
     a, b = (Recipe.read(n, path, is_own=trains) for n, path in zip("AB", paths, strict=True))
     configs = [side.first.config for side in (a, b)]
     differing = _require_different(configs, options)
-    ranks = [side.first.ranks for side in (a, b)]
     read = [with_tokenizer(side.first.config, run=side.first.folder) for side in (a, b)]
-    unit, curve, last, note = measure_of(read, ranks)
+    unit, curve, last, note = measure_of(read, [side.first.ranks for side in (a, b)])
     report = PairReport(unit, sorted(a.done.keys() & b.done.keys()), [note, *differing])
     _add_losses(report, a, b, last)
     if options.hardware:
-        ranks = [nproc] * 2
         _add_simulation(report, jobs, options.hardware, ranks=nproc)
     else:
         _add_measured(report, a, b)
     curves = [[side.curve(seed, curve) for side in (a, b)] for seed in report.seeds]
     decays = any(run.decays for side in (a, b) for run in side.done.values())
     _add_price(report, curves, decays=decays)
-    _add_money(report, [config.simulator.run.gpu_hour_price for config in configs], ranks)
     answer = sentence(report.gap, unit, report.changes, report.lost)
     # JSON has no infinite number.
     changes = {
@@ -267,27 +264,6 @@ def _add_price(report: PairReport, curves: Sequence[Sequence[Curve]], *, decays:
         report.changes["time"] = Estimate(*map(sum, zip(time, tokens, strict=True)))
 
 
-def _add_money(report: PairReport, prices: Sequence[float], ranks: Sequence[int]) -> None:
-    """Add the money for tokens of each side, by its own price and ranks, and the money (or GPU time) for the same loss.
-
-    Args:
-        report: the report, with the time for the same loss if it is known.
-        prices: money for an hour of a rank of A and of B, or 0.
-        ranks: ranks of A and of B.
-    """
-    what, hours = "money", [price * count for price, count in zip(prices, ranks, strict=True)]
-    if all(hours):
-        costs = [[h * time * 1e9 / 3600] for h, time in zip(hours, report.times, strict=True)]
-        report.add("money for 1e9 tokens", ".4g", costs)
-    elif any(hours):
-        report.notes.append("money: simulator.run.gpu_hour_price is not set in both")
-    if not all(hours):
-        what, hours = "GPU time", ranks
-    time, factor = report.changes.get("time"), math.log(hours[1] / hours[0])
-    if time and (factor or what == "money"):
-        report.changes[what] = Estimate(*(end + factor for end in time))
-
-
 def sentence(
     gap: Estimate | None,
     unit: str,
@@ -322,13 +298,8 @@ def sentence(
         parts.append(
             f"no difference in loss found; one of {_SURE * half:.4f} {unit} would have been"
         )
-    costs = [
-        _change(what, cost)
-        for what in ("time", "GPU time", "money")
-        if (cost := changes.get(what))
-    ]
-    if costs:
-        parts.append(f"so the same loss costs {' and '.join(costs)}")
+    if cost := changes.get("time"):
+        parts.append(f"so the same loss costs {_change('time', cost)}")
     return "; ".join(parts)
 
 

@@ -6,7 +6,7 @@ It imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from titan.config.toml import table_beside
@@ -68,6 +68,10 @@ class TransformersConfig(MoEConfig):
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         recurrent_flops: operations of all linear recurrences for one token, forward.
         index_width: channels of the queries of all indexers.
+        index_params: parameters of their matrices.
+        index_heads: heads of one of them.
+        choices: tokens or blocks that are chosen for a query in all layers.
+        stage: what their training is at: "dense", "indexer" or "joint" (section.py).
         reach: tokens before a token that a short convolution needs.
         heads_of_blocks: attention heads of each block. n_heads and n_kv_heads are those of the block with most.
         windows: keys that a query of each block sees, by a window or a choice, 0 for all, 1 for a block without attention.
@@ -86,6 +90,10 @@ class TransformersConfig(MoEConfig):
     windows: tuple[int, ...]
     recurrent_flops: int = 0
     index_width: int = 0
+    index_params: int = 0
+    index_heads: int = 0
+    choices: int = 0
+    stage: str = "joint"
     reach: int = 0
     refuses: tuple[tuple[str, str], ...] = ()
     table_positions: int = 0
@@ -110,9 +118,13 @@ class TransformersConfig(MoEConfig):
             self.table_positions or "longrope" in rope_types(json.loads(self.source.hf))
         )
 
+    def trained_by(self, config: Any) -> TransformersConfig:
+        """Return the sizes in the stage of a job, or of one of its phases."""
+        return replace(self, stage=config.sparse_attention.stages[0])
+
     def window_of(self, layer: int) -> int:
         """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""
-        return self.windows[layer]
+        return self.windows[layer] if self.stage == "joint" else 0
 
     def attention_width(self, layer: int) -> int:
         """Return the number of channels of the queries of a layer."""
@@ -159,6 +171,10 @@ class TransformersConfig(MoEConfig):
             causal: count only the pairs of queries and keys that a causal mask leaves.
         """
         products = 6 * self.matmul_params + 3 * self.recurrent_flops
-        # An indexer scores all keys, once in each direction, where attention computes two products.
-        products += 6 * self.index_width * (seq_len // 2 if causal else seq_len)
+        is_dense = self.stage == "dense"
+        # Inputs of an indexer get no gradient, and a frozen one computes none.
+        products -= (4 if is_dense else 2) * self.index_params
+        if not is_dense:
+            # All keys are scored, once in each direction, where attention computes two products.
+            products += 6 * self.index_width * (seq_len // 2 if causal else seq_len)
         return products + self.attention_flops_per_token(seq_len, causal=causal)

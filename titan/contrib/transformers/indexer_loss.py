@@ -18,12 +18,11 @@ B batch, S queries, T keys, H heads, G choices of a query, R queries at a time
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class IndexerLoss(torch.autograd.Function):
@@ -45,7 +44,7 @@ class IndexerLoss(torch.autograd.Function):
         q, k, w, *target = ctx.saved_tensors  # once: a recomputation gives each tensor once
         scored = [x for x in (q, k, w) if x is not None]
         found = [torch.zeros_like(x, dtype=torch.float32) for x in scored]
-        if ctx.sparse.stage != "dense" and ctx.sparse.loss_coeff:
+        if ctx.sparse.loss_coeff:
             _add_gradients(found, scored, target, ctx.visible, ctx.sparse)
         of_index = [total.to(x.dtype) for total, x in zip(found, scored, strict=True)]
         of_index += [None] * (3 - len(of_index))
@@ -97,19 +96,16 @@ def _target(
     heads, number = q_BHRK.shape[1], is_chosen.shape[1]
     k_BHTK = k_BHTK.repeat_interleave(heads // k_BHTK.shape[1], dim=1)
     scores = q_BHRK.float() @ k_BHTK.float().mT
-    dense = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    mass = (dense * sparse.of_heads(is_chosen, heads)).sum(-1, keepdim=True)
-    p = scores.masked_fill(~sparse.of_heads(over, heads), -torch.inf).softmax(-1)
-    both = torch.cat([p, mass], dim=-1)
+
+    def attention(keys: Tensor) -> Tensor:
+        return scores.masked_fill(~sparse.of_heads(keys, heads), -torch.inf).softmax(-1)
+
+    # No more than three tensors of this size exist at once, which the estimate of memory knows.
+    mass = (attention(seen) * sparse.of_heads(is_chosen, heads)).sum(-1, keepdim=True)
+    both = torch.cat([attention(over), mass], dim=-1)
     total = both.new_zeros(len(both), number, *both.shape[2:])
     total.index_add_(1, sparse.choices(number, heads).to(both.device), both)
     if heads < sparse.heads:
         dist.all_reduce(total, group=sparse.tp.get_group())
     total = total * (number / sparse.heads)
     return total[..., :-1], total[..., -1]
-
-
-def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Remove gradients, so that the optimizer's next step leaves the parameters and their states as they are."""
-    for parameter in parameters:
-        parameter.grad = None

@@ -25,7 +25,6 @@ from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport
 
 from .config import TransformersConfig
-from .indexer_loss import drop_gradients
 
 
 class IndexerStages(Hook):
@@ -33,8 +32,7 @@ class IndexerStages(Hook):
 
     Attributes:
         layers: layers of this rank that choose their keys, by number.
-        of_indexers: parameters of this rank's indexers.
-        others: its other parameters.
+        others: this rank's parameters that are not of indexers.
         measured: figures of the last step, if it was logged.
     """
 
@@ -45,15 +43,10 @@ class IndexerStages(Hook):
 
         self.trainer = trainer
         self.measured: AsyncScalars | None = None
-        job: Any = trainer.config
-        self.stages = job.sparse_attention.stages
         self.layers: dict[int, SparseAttention] = {}
-        self.of_indexers: list[nn.Parameter] = []
         self.others: list[nn.Parameter] = []
         for part in trainer.train_step.model_parts:
-            for name, parameter in part.named_parameters():
-                is_indexer = ".indexer." in name
-                (self.of_indexers if is_indexer else self.others).append(parameter)
+            self.others += (p for n, p in part.named_parameters() if ".indexer." not in n)
             for name, module in part.named_modules():
                 if isinstance(module, SparseAttention):
                     self.layers[int(canonical_name(name).split(".")[1])] = module
@@ -62,16 +55,17 @@ class IndexerStages(Hook):
     @property
     def stage(self) -> str:
         """Return the stage of the phase that runs."""
-        return self.stages[min(self.trainer.phase.number, len(self.stages)) - 1]
+        job: Any = self.trainer.phase.config
+        return job.sparse_attention.stages[0]
 
     def before_forward(self, batches: Sequence[TensorBatch]) -> None:
         for module in self.layers.values():
             module.begin(self.stage)
 
     def freeze(self) -> None:
-        """Remove the gradients of what the stage does not train."""
-        if self.stage != "joint":
-            drop_gradients(self.of_indexers if self.stage == "dense" else self.others)
+        """Remove the gradients of what the stage does not train. In "dense", indexers have none."""
+        for parameter in self.others if self.stage == "indexer" else ():
+            del parameter.grad  # sets it to None
 
     def updated(self, report: StepReport) -> None:
         step, self.measured = self.trainer.train_step, None

@@ -285,6 +285,9 @@ def _sizes(
     matrices = (p for p in model.layers.parameters() if p.ndim > 1)
     matmuls = sum(p.numel() * share.get(p, 1) for p in matrices)
     most = max(heads.values())
+    # A layer without an indexer of its own reads the choice of another.
+    choosing = [s for s in modules_of(model, SparseAttention).values() if s.width]
+    index_heads = model.hf.config.to_dict().get("index_n_heads", 0)
     return TransformersConfig(
         source=source,
         dim=dim,
@@ -305,7 +308,12 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.values()),
         matmul_params=int(matmuls) + output.weight.numel(),
         recurrent_flops=sum(part.recurrence or 0 for part in probe),
-        index_width=sum(sparse.width for sparse in modules_of(model, SparseAttention).values()),
+        index_width=sum(sparse.width for sparse in choosing),
+        index_params=sum(
+            p.numel() for n, p in model.named_parameters() if ".indexer." in n and p.ndim > 1
+        ),
+        index_heads=index_heads,
+        choices=sum(s.keys * (index_heads if s.block > 1 else 1) for s in choosing),
         heads_of_blocks=tuple(heads.values()),
         windows=tuple(windows.values()),
         table_positions=_table_positions(model),

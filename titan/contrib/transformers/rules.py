@@ -27,11 +27,8 @@ def check_sparse_attention(config: JobConfig) -> Iterator[RuleViolation]:
                 "the model has no indexer that titan knows; remove [sparse_attention]",
             )
         return
-    # The job of a phase has no phases, but their lines.
-    lines = config.source_map.locations
-    phases = {key.partition(".")[0] for key in lines if key.startswith("phase[")}
-    stages, number = section.stages, 1 + max(len(config.phase), len(phases))
-    if len(stages) > number and (config.phase or lines):
+    stages, number = section.stages, 1 + len(config.phase)
+    if len(stages) > number:
         yield (
             "stages",
             f"names {len(stages)} stages, and the job has {number} phases; begin each with a [[phase]]",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ Stages = Annotated[list[Literal["dense", "indexer", "joint"]], Field(min_length=
 
 class SparseAttentionSection(Section):
     """Training of models whose layers choose their keys by an indexer (docs/models.md)."""
+
+    by_phase: ClassVar[tuple[str, ...]] = ("stages",)
 
     loss_coeff: Annotated[float, Field(ge=0)] = 0.001
     """Factor of the indexer's loss: the KL divergence, in nats for each token, from the mean attention of the heads to the

@@ -188,17 +188,30 @@ class SparseAttention(SequenceModule):
 
     def score(self, q_BRID: Tensor, k_BTD: Tensor, w_BRI: Tensor | None) -> Tensor:
         """Return the indexer's scores of all keys, (B, G, R, T), in fp32."""
-        dots_BRIT = q_BRID.float() @ k_BTD.float().mT[:, None] * self.scale
+        # One product for all queries: a batch of them would copy the keys for each.
+        dots = q_BRID.float().flatten(1, 2) @ k_BTD.float().mT
+        dots_BRIT = dots.unflatten(1, q_BRID.shape[1:3]) * self.scale
         if w_BRI is not None:
             dots_BRIT = w_BRI[:, :, None] @ F.relu(dots_BRIT)
         return dots_BRIT.transpose(1, 2)
 
     @torch.no_grad()
-    def choose(
-        self, q_BSID: Tensor, k_BTD: Tensor, w_BSI: Tensor | None, visible: Visible
-    ) -> Tensor:
-        """Return the best tokens or blocks of each query, (B, G, S, N) int32. Of equal ones, the earliest."""
+    def choose(self, *scored: Any) -> Tensor:
+        """Return the best tokens or blocks of each query, (B, G, S, N) int32. Of equal ones, the earliest.
+
+        Args:
+            scored: arguments of `_candidates`.
+        """
         found = []
+        for _, scores_BGRT in self._candidates(*scored):
+            order = scores_BGRT.sort(dim=-1, descending=True, stable=True).indices
+            found.append(order[..., : self.keys].int())
+        return torch.cat(found, dim=2)
+
+    def _candidates(
+        self, q_BSID: Tensor, k_BTD: Tensor, w_BSI: Tensor | None, visible: Visible
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some queries at a time with their scores of tokens or blocks, (B, G, R, T), infinity below 0 for those not seen."""
         for rows in visible.chunks():
             weights = None if w_BSI is None else w_BSI[:, rows]
             scores_BGRT = self.score(q_BSID[:, rows], k_BTD, weights)
@@ -206,9 +219,28 @@ class SparseAttention(SequenceModule):
             scores_BGRT = scores_BGRT.masked_fill(~visible.mask(rows), -torch.inf) + 0.0
             if visible.blocks_BT is not None:
                 scores_BGRT = self._pool(scores_BGRT, visible, rows)
-            order = scores_BGRT.sort(dim=-1, descending=True, stable=True).indices
-            found.append(order[..., : self.keys].int())
-        return torch.cat(found, dim=2)
+            yield rows, scores_BGRT
+
+    @torch.no_grad()
+    def record_choice(self, chosen_BGSN: Tensor) -> dict[str, Tensor]:
+        """Return a number that follows from each query's keys, and its lowest score chosen and highest left out, (B, S, G or 2 G).
+
+        `titan diff` reads them. 0 stands for a score that does not exist. In the stage "dense" there is no choice.
+        """
+        if self.scored is None:
+            return {}
+        visible = self.visible(chosen_BGSN.shape[2], chosen_BGSN.device)
+        cuts = []
+        for rows, scores in self._candidates(*self.scored, visible):  # pyrefly: ignore[bad-argument-count]
+            chosen = chosen_BGSN[:, :, rows].long()
+            lowest = scores.gather(-1, chosen).amin(-1)
+            highest = scores.scatter(-1, chosen, -torch.inf).amax(-1)
+            cuts.append(torch.cat([lowest, highest], 1))
+        cut = torch.cat(cuts, -1).mT
+        # Whole numbers of 20 bits, of which sums are exact in any order.
+        numbers = (chosen_BGSN.long() * 0x9E3779B1 >> 12) % 2**20 - 2**19
+        choice = numbers.sum(-1).mT.double()
+        return {"choice": choice, "cut": cut.masked_fill(cut.isinf(), 0)}
 
     def _pool(self, scores_BGRT: Tensor, visible: Visible, rows: slice) -> Tensor:
         """Return the largest score of each block, infinite for the last ones of a query. There are as many blocks as tokens at most."""
@@ -235,10 +267,10 @@ class SparseAttention(SequenceModule):
             weight: a parameter of the indexer, which tells how it is laid out.
         """
         self.tp = weight.device_mesh if isinstance(weight, DTensor) else None
+        if self.stage == "dense":
+            return q_BSID.new_zeros(1)  # attention sees all keys, and nothing is learned
         k_BTD = self.whole(k_BSD, 1)
         self.scored = q_BSID, k_BTD, w_BSI
-        if self.stage == "dense":
-            return q_BSID.new_zeros(1)  # attention sees all keys
         chosen: Any = None
         for source in self.route_sources:
             chosen = source.get(self, q_BSID) if chosen is None else chosen
@@ -390,6 +422,7 @@ def prepare_sparse_attention(model: Any) -> None:
                 forward, of = kind
                 indexer.__dict__["sparse"] = layer.sparse = of(indexer)
                 indexer.forward = MethodType(forward, indexer)
+                indexer.record_choice = layer.sparse.record_choice
             elif vars(module).get("skip_topk"):
                 layer.sparse = SparseAttention(keys=layer.config.index_topk)
             else:
@@ -442,10 +475,10 @@ def _index_tokens(
     heads, size, rotated = indexer.n_heads, indexer.head_dim, indexer.qk_rope_head_dim
     q_BSID = indexer.wq_b(q_BSL.detach()).unflatten(-1, (heads, size))
     k_BS1D = indexer.k_norm(indexer.wk(hidden_BSD))[:, :, None]
-    parts = [x.split([rotated, size - rotated], dim=-1) for x in (q_BSID, k_BS1D)]
-    (q_first, q_rest), (k_first, k_rest) = parts
-    q_first, k_first = rotate(q_first, k_first, *rotations, unsqueeze_dim=2)
-    q_BSID, k_BS1D = torch.cat([q_first, q_rest], -1), torch.cat([k_first, k_rest], -1)
+    both = q_BSID, k_BS1D
+    first = rotate(*(x[..., :rotated] for x in both), *rotations, unsqueeze_dim=2)
+    pairs = zip(first, both, strict=True)
+    q_BSID, k_BS1D = (torch.cat([x, whole[..., rotated:]], -1) for x, whole in pairs)
     weight = next(indexer.weights_proj.parameters())
     w_BSI = indexer.weights_proj(hidden_BSD.to(weight.dtype)).float() * heads**-0.5
     return indexer.sparse.index(q_BSID, k_BS1D[:, :, 0], w_BSI, weight)

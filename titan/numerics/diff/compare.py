@@ -158,6 +158,11 @@ def _compare_step(
             found.worst, last = max(found.worst, ratio and ratio / allowed), _words(*key)
             continue
         guess, line = guess_of(a[key], b[key], two.axes), b[key].line or a[key].line
+        if kind == "choice":
+            cut = "cut", key[1]
+            away = distance(a[cut], b[cut])
+            is_tie = away <= BEYOND * normal[cut] * inherited
+            guess = TABLES["choices"]["tie" if is_tie else "flip"].format(away)
         differs = Difference(one.step, *key, ratio, normal[key], guess, line, last)
         found.differences.append(differs)
 
@@ -224,7 +229,7 @@ def _normal(
     coarse = max(UNIT.get(step.computes_in, 0.0) for step in (one, two))
     normal = {}
     for key, tensor in a.items():
-        if key[0] == "batch":
+        if key[0] == "batch" or (key[0] == "choice" and not moved):
             normal[key] = UNIT["float64"]
             continue
         unit = max(UNIT.get(tensor.dtype, 0.0), coarse, UNIT["float32"])

@@ -46,7 +46,7 @@ from titan.numerics.experiment import (
 )
 from titan.numerics.tables import parser_of
 
-from .handover import BEFORE, Handover, lineage, toml_lines
+from .handover import Handover, toml_lines
 from .trial import FOLDER, SwapTrial, verdict_of
 
 _REFUSED = 3  # exit code of --or-refuse
@@ -57,12 +57,6 @@ def main(argv: Sequence[str]) -> int:
     parser = parser_of("swap")
     parser.set_defaults(python=sys.executable)
     options, keys = parser.parse_known_args(argv)
-    if options.back == bool(options.to):
-        raise mistake("--to", "name the new job, or write --back for the one before the swap")
-    if options.back:
-        options.to = _before(options.run, keys)
-        # A run of an earlier titan does not say them.
-        options.nproc = options.nproc or lineage(options.run)["swaps"][-1].get("ranks")
     return swap(options, keys)
 
 
@@ -148,23 +142,11 @@ def _facts(trial: SwapTrial, proofs: Mapping[str, Proof]) -> dict[str, Any]:
     return {
         "run": str(run),
         "step": step,
-        "ranks": trial.old.ranks,  # for --back
         "changes": change_lines(trial.changes),
         "proofs": [*map(asdict, proofs.values())],
         **trial.figures(),
         "again": max(newest - step, 0),
     }
-
-
-def _before(run: Path, keys: Sequence[str]) -> str:
-    """Return the job before the last swap. It came with the run folder, so only the keys give it permissions."""
-    is_named = any(key.startswith("--job.dump_folder=") for key in keys)
-    if not is_named or not (run / BEFORE).is_file():
-        needs = "needs a run that began with a swap, and a new folder, --job.dump_folder=FOLDER"
-        raise mistake("--back", needs)
-    if lost := open_run(run, keys, file=BEFORE)[2]:
-        raise ConfigError(loss.problem for loss in lost.values())
-    return str(run / BEFORE)
 
 
 def _require_named(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tests.support.layouts import REPLICAS, Layout, cp, fsdp, job_of, pp, text_batch, tp
 from tests.support.ranks import Pool
@@ -17,16 +16,13 @@ from tests.support.trainers import PoolTrainer
 from titan.config.schema import JobConfig
 from titan.contrib.averages.average import WeightAverage
 from titan.contrib.averages.section import AverageSection
+from titan.numerics.digests import whole
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.step.train_step import TrainStep
 
 AVERAGE = {"enable": True, "decay": 0.4, "start_step": 2}
 STEPS = 5
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().double()
 
 
 def mine(layout: Layout, of: TrainStep, step: int) -> Any:
@@ -56,10 +52,10 @@ def train(layout: Layout, precision: str) -> tuple[list[float], list[float], flo
                 step, 0.0 if step == 4 else 1.0
             )
             for name, parameter in of.average.parameters.items():
-                value = whole(parameter)
+                value = whole(parameter).double()
                 old = expected.get(name, value)
                 expected[name] = old + share * (value - old)
-                average = whole(of.average.tensors[name])
+                average = whole(of.average.tensors[name]).double()
                 # In units of fp32's rounding, which five steps make.
                 errors = (average - expected[name]).abs() / expected[name].abs().clamp(min=1)
                 apart = max(apart, errors.max().item() * 2**24)

@@ -537,17 +537,13 @@ def test_the_global_batch_is_that_of_all_groups() -> None:
     assert resolve_layout(config, 2).accumulation == 2
 
 
-def test_the_simulator_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
-    job = [str(ROOT / "train_configs/debug_model.toml"), "--training.seq_len=64"]
-    sim = ["sim", *job, "--world-size=1", "--hardware=h100-sxm", "--model.flavor=tiny"]
-    groups = ["--fault_tolerance.enable=true", "--fault_tolerance.replica_groups=3"]
+def test_the_simulator_says_what_it_leaves_out(shell: Shell) -> None:
+    sim = f"sim {ROOT}/train_configs/debug_model.toml --training.seq_len=64 --world-size=1"
+    sim += " --hardware=h100-sxm --model.flavor=tiny --fault_tolerance.replica_groups=3"
+    groups = f"{sim} --fault_tolerance.enable=true"
     line = "  groups    one of 3 replica groups; the cost of their sums is not simulated\n"
-    for more in ([], ["--sweep=fault_tolerance.replica_id=0,1"]):
-        assert main([*sim, *groups, *more]) == 0
-        assert capsys.readouterr().out.count(line) == 1
-    assert main([*sim, *groups, "--json=-"]) == 0
-    assert json.loads(capsys.readouterr().out)["replica_groups"] == 3
-    assert main([*sim, *groups[1:]]) == 0
-    assert "groups" not in capsys.readouterr().out
-    assert main([*sim, *groups, "--run"]) == 2
-    assert "--run: does not know replica groups" in capsys.readouterr().err
+    for more in ("", " --sweep=fault_tolerance.replica_id=0,1"):
+        assert shell(groups + more).out.count(line) == 1
+    assert json.loads(shell(f"{groups} --json=-").out)["replica_groups"] == 3
+    assert "groups" not in shell(sim).out
+    assert "--run: does not know replica groups" in shell.refuse(f"{groups} --run")

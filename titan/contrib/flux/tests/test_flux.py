@@ -29,7 +29,6 @@ from titan.contrib.flux.config import TIME_CHANNELS
 from titan.contrib.flux.flow_matching import FlowMatching, squared_error_sum
 from titan.contrib.flux.huggingface import hf_config, hf_name_of, read_config
 from titan.data import DataError
-from titan.huggingface.convert import main as convert
 from titan.parallel import initialize
 from titan.tasks import task_of
 from titan.tools.generate import main as generate
@@ -81,7 +80,7 @@ def test_flops_are_what_torch_counts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guidance", [False, True])
-def test_outputs_equal_diffusers(guidance: bool, tmp_path: Path) -> None:
+def test_outputs_equal_diffusers(guidance: bool, tmp_path: Path, shell: Shell) -> None:
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     sizes = dataclasses.replace(TINY, guidance_embed=guidance, context_dim=20, pooled_dim=10)
     model = build_model(sizes)
@@ -93,7 +92,7 @@ def test_outputs_equal_diffusers(guidance: bool, tmp_path: Path) -> None:
         columns.setdefault(hf_name_of(sizes)(name), []).append(parameter.detach())
     twin.load_state_dict({name: torch.cat(parts, -1) for name, parts in columns.items()})
     twin.save_pretrained(tmp_path / "theirs")
-    assert convert(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    shell(f"convert from-hf {tmp_path}/theirs {tmp_path}/ours")
     stored = {name: torch.empty_like(t) for name, t in model_state([model]).items()}
     checkpoints_load(tmp_path / "ours/checkpoint/step-0", stored)
     assert all(torch.equal(stored[name], t) for name, t in model_state([model]).items())
@@ -355,13 +354,12 @@ def load(layout: Layout, folder: str, source: str) -> dict[str, torch.Tensor]:
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
 
 
-def test_folders_of_diffusers(pool: Pool, tmp_path: Path) -> None:
+def test_folders_of_diffusers(pool: Pool, tmp_path: Path, shell: Shell) -> None:
     layout, run = Layout("", **FLUX), tmp_path / "run"
     pool.run(1, draw, layout, str(run), 2)
     outputs = [tmp_path / "weights", tmp_path / "average"]
     for average, output in enumerate(outputs):
-        argv = ["to-hf", str(run), str(output), *["--average"] * average]
-        assert convert(argv) == 0
+        shell(f"convert to-hf {run} {output}", *["--average"] * average)
     [weights, averaged] = (pool.run(1, load, layout, f"{o}-run", str(o))[0] for o in outputs)
     sharded = pool.run(2, load, Layout("", tp(2), **FLUX), f"{outputs[0]}-tp", str(outputs[0]))
     stored = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
@@ -374,7 +372,7 @@ def test_folders_of_diffusers(pool: Pool, tmp_path: Path) -> None:
     checkpoints_load(step, means)
     assert all(torch.equal(averaged[name], means[other]) for name, other in names.items())
     assert any((averaged[name] != tensor).any() for name, tensor in stored.items())
-    assert convert(["from-hf", str(outputs[0]), str(tmp_path / "back")]) == 0
+    shell(f"convert from-hf {outputs[0]} {tmp_path}/back")
     again = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
     checkpoints_load(tmp_path / "back/checkpoint/step-0", again)
     assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import enum
-import json
 import pickle
 import re
-import sys
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 LAYERS, D, H, G, K, F, VOCAB = 2, 16, 4, 2, 4, 24, 40
-ENUMS = "megatron.core.transformer.enums"
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
@@ -73,37 +68,24 @@ def schedule(**changes: Any) -> dict[str, Any]:
     return {**values, "num_steps": 12, "lr_decay_style": "cosine", **changes}
 
 
-def weights(*, is_single: bool = False) -> dict[str, Tensor]:
-    """Return weights by Megatron's names: of stacked layers, or single shards."""
+def weights() -> dict[str, Tensor]:
+    """Return weights of stacked layers by Megatron's names."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    layer = {
-        "self_attention.linear_qkv.weight": draw(LAYERS, (H + 2 * G) * K, D),
-        "self_attention.linear_qkv.layer_norm_weight": draw(LAYERS, D),
-        "self_attention.linear_proj.weight": draw(LAYERS, D, H * K),
-        "mlp.linear_fc1.weight": draw(LAYERS, 2 * F, D),
-        "mlp.linear_fc1.layer_norm_weight": draw(LAYERS, D),
-        "mlp.linear_fc2.weight": draw(LAYERS, D, F),
-    }
-    found = {
+    return {
         "embedding.word_embeddings.weight": draw(VOCAB, D),
+        "decoder.layers.self_attention.linear_qkv.weight": draw(LAYERS, (H + 2 * G) * K, D),
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": draw(LAYERS, D),
+        "decoder.layers.self_attention.linear_proj.weight": draw(LAYERS, D, H * K),
+        "decoder.layers.mlp.linear_fc1.weight": draw(LAYERS, 2 * F, D),
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": draw(LAYERS, D),
+        "decoder.layers.mlp.linear_fc2.weight": draw(LAYERS, D, F),
         "decoder.final_layernorm.weight": draw(D),
         "output_layer.weight": draw(VOCAB, D),
     }
-    for name, stacked in layer.items():
-        if not is_single:
-            found[f"decoder.layers.{name}"] = stacked
-            continue
-        for number, tensor in enumerate(stacked):
-            full = f"decoder.layers.{number}.{name}"
-            if name == "mlp.linear_fc1.weight":
-                found[f"{full}_w"], found[f"{full}_v"] = tensor.chunk(2)
-            else:
-                found[full] = tensor
-    return found
 
 
 def with_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -113,56 +95,42 @@ def with_moments(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | moments | squares
 
 
-@contextmanager
-def an_enum_of_megatron() -> Iterator[type[enum.Enum]]:
-    """Define an enum where Megatron has it, for as long as a file is written."""
-    names = ["megatron", "megatron.core", "megatron.core.transformer", ENUMS]
-    before = {name: sys.modules.get(name) for name in names}
-    kind = enum.Enum("AttnBackend", {"flash": 1, "auto": 5}, module=ENUMS)
-    sys.modules.update({name: types.ModuleType(name) for name in names})
-    sys.modules[ENUMS].AttnBackend = kind  # pyrefly: ignore[missing-attribute]
-    try:
-        yield kind
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+class AttnBackend(enum.Enum):
+    """Enum as Megatron has it, which the reader does not import."""
+
+    auto = 5
 
 
-def save(folder: Path, tensors: dict[str, Tensor], **others: Any) -> None:
-    """Write tensors and their index. Each layer of a stack is a chunk, as each is a module in Megatron."""
+def save(
+    folder: Path, tensors: dict[str, Tensor], is_split: bool = True, **others: Any
+) -> None:
+    """Write tensors and their index. Each layer of a stack is a chunk, as each is a module in Megatron, or all are one."""
     chunked: dict[str, Any] = {**others}
+    stacks = [name for name in tensors if is_split and re.search(r"\.layers\.\D", name)]
     for name, tensor in tensors.items():
-        if not is_stacked(name):
+        if name not in stacks:
             chunked[name] = tensor
             continue
         for layer, row in enumerate(tensor.split(1)):
             chunked[f"{name}@{layer}"] = row
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)  # as Megatron keeps its objects
     dcp.save(chunked, checkpoint_id=folder, planner=planner, no_dist=True)
-    changed_index(folder, lambda metadata: _stack(metadata, tensors))
+    changed_index(folder, lambda metadata: _stack(metadata, stacks))
 
 
-def is_stacked(name: str) -> bool:
-    return bool(re.search(r"\.layers\.\D", name))
-
-
-def _stack(metadata: Any, tensors: dict[str, Tensor]) -> None:
-    """Join the entries of the layers of a stack."""
+def _stack(metadata: Any, stacks: list[str]) -> None:
+    """Join the entries of the layers of stacks."""
     entries, infos = metadata.state_dict_metadata, metadata.storage_data
-    for name, tensor in tensors.items():
-        if not is_stacked(name):
-            continue
-        rows = [entries.pop(f"{name}@{layer}") for layer in range(len(tensor))]
+    for name in stacks:
+        rows = [entries.pop(f"{name}@{layer}") for layer in range(LAYERS)]
         chunks = []
         for layer, row in enumerate(rows):
             (index,) = [key for key in infos if key.fqn == f"{name}@{layer}"]
             offsets = torch.Size([layer, *index.offset[1:]])
             infos[MetadataIndex(name, offsets)] = infos.pop(index)
             chunks.append(ChunkStorageMetadata(offsets, row.size))
-        entries[name] = TensorStorageMetadata(rows[0].properties, tensor.shape, chunks)
+        size = torch.Size([LAYERS, *rows[0].size[1:]])
+        entries[name] = TensorStorageMetadata(rows[0].properties, size, chunks)
 
 
 def changed_index(folder: Path, change: Callable[[Any], None]) -> None:
@@ -179,8 +147,7 @@ def write(
     *,
     args: argparse.Namespace | None = None,
     common: dict[str, Any] | None = None,
-    is_single: bool = False,
-    step: int = 3,
+    is_split: bool = True,
 ) -> Path:
     """Write a run's folder. Return the folder of its checkpoint.
 
@@ -189,25 +156,20 @@ def write(
         tensors: tensors by their names; None: `weights` with moments.
         args: arguments of the run.
         common: replaces values of common.pt.
-        is_single: form of the weights.
-        step: number of the checkpoint.
+        is_split: whether each layer of a stack is a chunk.
     """
-    folder = run / f"iter_{step:07}"
-    if tensors is None:
-        tensors = with_moments(weights(is_single=is_single))
-    save(folder, tensors, **{"rng_state/shard_0_1": b"states"})
-    with an_enum_of_megatron() as backend:
-        args = args or arguments()
-        args.attention_backend = backend(5)
-        state = {
-            "args": args,
-            "iteration": step,
-            "checkpoint_version": 3.0,
-            "opt_param_scheduler": schedule(),
-            "optimizer": {"optimizer": {"param_groups": [{"step": step, "lr": 1e-3}]}},
-        }
-        torch.save(state | (common or {}), folder / "common.pt")
-    backend_of = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(backend_of))
-    (run / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
+    folder = run / "iter_0000003"
+    tensors = with_moments(weights()) if tensors is None else tensors
+    save(folder, tensors, is_split, **{"rng_state/shard_0_1": b"states"})
+    args = args or arguments()
+    args.attention_backend = AttnBackend.auto
+    state = {
+        "args": args,
+        "iteration": 3,
+        "opt_param_scheduler": schedule(),
+        "optimizer": {"optimizer": {"param_groups": [{"step": 3, "lr": 1e-3}]}},
+    }
+    torch.save(state | (common or {}), folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (run / "latest_checkpointed_iteration.txt").write_text("3\n")
     return folder

@@ -1,6 +1,6 @@
 """Train a small GPT with megatron-core itself, on CPUs over gloo, and write a run folder as Megatron-LM does.
 
-    python titan/contrib/megatron/tests/megatron_run.py OUT VARIANT [optimizer=fp32] [single=true] [...]
+    python titan/contrib/megatron/tests/megatron_run.py OUT VARIANT
 
 OUT then holds `run/` (iter_0000002 and latest_checkpointed_iteration.txt, as Megatron-LM's training/checkpointing.py
 writes them) and `reference.pt`: plain tensors that `torch.load(..., weights_only=True)` reads. It has the tokens and
@@ -18,14 +18,12 @@ import contextlib
 import copy
 import dataclasses
 import os
-import random
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -46,26 +44,16 @@ class Variant:
     pp: int = 1
     dp: int = 1
     ep: int = 1
-    optimizer: str = (
-        "fp32"  # fp32, fully_reshardable, fully_sharded_model_space, dp_reshardable
-    )
+    optimizer: str = "fp32"  # fp32, fully_reshardable, dp_reshardable
     single: bool = False  # singleton_local_shards
     bf16: bool = False
     tied: bool = False
     qk_norm: bool = False
-    bias: bool = False  # of queries, keys and values, as Qwen2
     moe: bool = False
-    dense_layers: int = 0  # layers before the first with experts
     grouped: bool = False  # grouped experts (moe_grouped_gemm)
-    shared: bool = False  # a shared expert
-    expert_bias: bool = False
-    mla: bool = False
-    q_lora: bool = True
+    deepseek: bool = False  # latent attention, a shared expert, a layer without experts
     mtp: int = 0
     vocab: int = 512  # is padded to a multiple of 128 * tp
-    te_names: bool = (
-        True  # norms have the names that Transformer Engine's fused layers give them
-    )
 
 
 VARIANTS: dict[str, Variant] = {
@@ -79,28 +67,18 @@ VARIANTS: dict[str, Variant] = {
     "pp2": Variant(pp=2),
     "pp2_tied": Variant(pp=2, tied=True),
     "dp2": Variant(dp=2, optimizer="fully_reshardable"),
-    "dp2_model_space": Variant(dp=2, optimizer="fully_sharded_model_space"),
     "dp2_buckets": Variant(dp=2, optimizer="dp_reshardable"),
     "bf16": Variant(bf16=True),
     "bf16_dp2": Variant(bf16=True, dp=2, optimizer="fully_reshardable"),
     "moe": Variant(moe=True),
     "moe_single": Variant(moe=True, single=True),
-    "moe_local_names": Variant(moe=True, te_names=False),
     "moe_tp2": Variant(moe=True, tp=2),
     "moe_ep2": Variant(moe=True, dp=2, ep=2, optimizer="fully_reshardable"),
     "moe_grouped": Variant(moe=True, grouped=True),
     "moe_grouped_single": Variant(moe=True, grouped=True, single=True),
-    "moe_shared": Variant(moe=True, shared=True, expert_bias=True),
     "qwen3_moe": Variant(moe=True, qk_norm=True),
-    "mla": Variant(mla=True, qk_norm=True),
-    "mla_local_names": Variant(mla=True, qk_norm=True, te_names=False),
-    "deepseek": Variant(
-        mla=True, qk_norm=True, moe=True, dense_layers=1, shared=True, expert_bias=True
-    ),
-    "mtp": Variant(mtp=1),
-    "deepseek_mtp": Variant(
-        mla=True, qk_norm=True, moe=True, dense_layers=1, shared=True, expert_bias=True, mtp=1
-    ),
+    "deepseek": Variant(moe=True, qk_norm=True, deepseek=True),
+    "deepseek_mtp": Variant(moe=True, qk_norm=True, deepseek=True, mtp=1),
 }
 
 
@@ -174,7 +152,7 @@ def multiply_groups(rows, matrices, counts, trans_b=False):
 def name_norms(variant: Variant, spec) -> None:
     """Write norms under the names that they have as parts of Transformer Engine's layers."""
     attention, mlp = "self_attention.", "mlp.linear_fc1.layer_norm_"
-    if variant.mla:
+    if variant.deepseek:
         names = {
             f"{attention}{part}_layernorm.": f"{attention}linear_{part}_up_proj.layer_norm_"
             for part in ("q", "kv")
@@ -222,37 +200,29 @@ def make_config(variant: Variant):
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
         }
-    if variant.dense_layers:
-        options["moe_layer_freq"] = [0] * variant.dense_layers + [1] * (
-            4 - variant.dense_layers
-        )
-    if variant.shared:
-        options["moe_shared_expert_intermediate_size"] = 64
-    if variant.expert_bias:
+    if variant.deepseek:
         options |= {
+            "moe_layer_freq": [0, 1, 1, 1],
+            "moe_shared_expert_intermediate_size": 64,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_bias_update_rate": 1e-2,
             "moe_router_num_groups": 2,
             "moe_router_group_topk": 1,
             "moe_router_topk_scaling_factor": 2.5,
-        }
-    if variant.mla:
-        options |= {
-            "q_lora_rank": 24 if variant.q_lora else None,
+            "q_lora_rank": 24,
             "kv_lora_rank": 16,
             "qk_head_dim": 8,
             "qk_pos_emb_head_dim": 4,
             "v_head_dim": 8,
             "rope_type": "rope",
-            "rotary_base": 10000,
         }
     else:
         options |= {"num_query_groups": 2, "kv_channels": 8}
     if variant.mtp:
         options |= {"mtp_num_layers": variant.mtp, "mtp_loss_scaling_factor": 0.1}
     dtype = torch.bfloat16 if variant.bf16 else torch.float32
-    config_class = MLATransformerConfig if variant.mla else TransformerConfig
+    config_class = MLATransformerConfig if variant.deepseek else TransformerConfig
     return config_class(
         num_layers=4,
         hidden_size=64,
@@ -261,7 +231,6 @@ def make_config(variant: Variant):
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=variant.bias,
         qk_layernorm=variant.qk_norm,
         normalization="RMSNorm",
         layernorm_epsilon=1e-6,
@@ -276,13 +245,6 @@ def make_config(variant: Variant):
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=variant.bf16,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=False,
         **options,
     )
 
@@ -310,14 +272,13 @@ def build_model(variant: Variant, config):
     else:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=variant.qk_norm,
-            multi_latent_attention=variant.mla,
+            multi_latent_attention=variant.deepseek,
             normalization="RMSNorm",
         )
     for layer in getattr(spec, "layer_specs", [spec]):
-        if variant.mla:
+        if variant.deepseek:
             layer.submodules.self_attention.submodules.core_attention = Attention
-    if variant.te_names:
-        name_norms(variant, spec)
+    name_norms(variant, spec)
     mtp_spec = None
     if variant.mtp:
         mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
@@ -337,158 +298,45 @@ def build_model(variant: Variant, config):
 
 
 def make_args(variant: Variant, config) -> argparse.Namespace:
-    """Return the arguments that Megatron-LM would have of this run, by the names of training/arguments.py."""
-    from megatron.core.transformer.enums import AttnBackend
+    """Return the arguments that Megatron-LM would have of this run, by the names of training/arguments.py.
 
-    args = argparse.Namespace(
-        # Sizes.
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        group_query_attention=not variant.mla,
-        kv_channels=config.kv_channels,
+    It makes the fields of TransformerConfig from arguments of the same names.
+    """
+    fields = {key: value for key, value in vars(config).items() if not callable(value)}
+    return argparse.Namespace(
+        **{"rotary_base": 10000, **fields},
+        group_query_attention=not variant.deepseek,
         seq_length=SEQ_LEN,
         max_position_embeddings=64,
-        encoder_seq_length=SEQ_LEN,
         vocab_size=variant.vocab,
         padded_vocab_size=pad_vocabulary(variant),
-        make_vocab_size_divisible_by=128,
         untie_embeddings_and_output_weights=not variant.tied,
-        # Form of the layers.
-        normalization="RMSNorm",
-        norm_epsilon=1e-6,
-        apply_layernorm_1p=False,
-        layernorm_zero_centered_gamma=False,
         swiglu=True,
-        squared_relu=False,
-        openai_gelu=False,
-        add_bias_linear=False,
-        add_qkv_bias=variant.bias,
-        qk_layernorm=variant.qk_norm,
-        qk_l2_norm=False,
-        attention_output_gate=False,
-        attention_backend=AttnBackend.auto,
-        softmax_type="vanilla",
-        window_size=None,
-        apply_residual_connection_post_layernorm=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        # Positions.
         position_embedding_type="rope",
-        rotary_base=10000,
-        rotary_percent=1.0,
-        rotary_interleaved=False,
-        rotary_seq_len_interpolation_factor=None,
-        use_rope_scaling=False,
-        rope_scaling_factor=8.0,
-        use_rotary_position_embeddings=True,
-        # Experts.
         num_experts=config.num_moe_experts,
-        moe_layer_freq=config.moe_layer_freq,
-        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
-        moe_shared_expert_gate=False,
-        moe_router_topk=config.moe_router_topk,
-        moe_router_topk_scaling_factor=config.moe_router_topk_scaling_factor,
-        moe_router_pre_softmax=config.moe_router_pre_softmax,
-        moe_router_score_function=config.moe_router_score_function,
-        moe_router_enable_expert_bias=config.moe_router_enable_expert_bias,
-        moe_router_bias_update_rate=config.moe_router_bias_update_rate,
-        moe_router_load_balancing_type=config.moe_router_load_balancing_type,
-        moe_router_num_groups=config.moe_router_num_groups,
-        moe_router_group_topk=config.moe_router_group_topk,
-        moe_router_dtype=config.moe_router_dtype,
-        moe_aux_loss_coeff=config.moe_aux_loss_coeff,
-        moe_z_loss_coeff=config.moe_z_loss_coeff,
-        moe_expert_capacity_factor=None,
-        moe_token_drop_policy="probs",
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        moe_token_dispatcher_type=config.moe_token_dispatcher_type,
-        # Multi-latent attention and multi-token prediction.
-        multi_latent_attention=variant.mla,
-        q_lora_rank=getattr(config, "q_lora_rank", None),
-        kv_lora_rank=getattr(config, "kv_lora_rank", 32),
-        qk_head_dim=getattr(config, "qk_head_dim", 128),
-        qk_pos_emb_head_dim=getattr(config, "qk_pos_emb_head_dim", 64),
-        v_head_dim=getattr(config, "v_head_dim", 128),
-        rope_type=getattr(config, "rope_type", None),
-        rotary_scaling_factor=getattr(config, "rotary_scaling_factor", 1.0),
-        mscale=getattr(config, "mscale", 1.0),
-        mscale_all_dim=getattr(config, "mscale_all_dim", 0.0),
-        original_max_position_embeddings=getattr(
-            config, "original_max_position_embeddings", 4096
-        ),
-        beta_fast=getattr(config, "beta_fast", 32.0),
-        beta_slow=getattr(config, "beta_slow", 1.0),
-        mtp_num_layers=config.mtp_num_layers,
-        mtp_loss_scaling_factor=config.mtp_loss_scaling_factor,
         # Optimizer and schedule.
         optimizer="adam",
         lr=1e-3,
         min_lr=1e-4,
         lr_decay_style="cosine",
         lr_decay_iters=10,
-        lr_decay_samples=None,
         lr_warmup_iters=2,
-        lr_warmup_samples=0,
-        lr_warmup_fraction=None,
         lr_warmup_init=0.0,
-        lr_wsd_decay_style="exponential",
-        lr_wsd_decay_iters=None,
         weight_decay=0.1,
-        start_weight_decay=0.1,
-        end_weight_decay=0.1,
         weight_decay_incr_style="constant",
         adam_beta1=0.9,
         adam_beta2=0.95,
         adam_eps=1e-8,
         decoupled_weight_decay=True,
         clip_grad=1.0,
-        decoupled_lr=None,
         use_distributed_optimizer=variant.optimizer != "fp32",
         # Run.
         train_iters=10,
-        train_samples=None,
         micro_batch_size=2 if variant.pp > 1 else GLOBAL_BATCH // variant.dp,
         global_batch_size=GLOBAL_BATCH,
-        iteration=SAVED_STEP,
         consumed_train_samples=SAVED_STEP * GLOBAL_BATCH,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        seed=1,
-        params_dtype=config.params_dtype,
-        bf16=variant.bf16,
-        fp16=False,
-        fp8=None,
-        # Layout.
-        world_size=variant.tp * variant.pp * variant.dp,
-        rank=0,
-        local_rank=0,
         data_parallel_size=variant.dp,
-        tensor_model_parallel_size=variant.tp,
-        pipeline_model_parallel_size=variant.pp,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=variant.ep,
-        expert_tensor_parallel_size=variant.tp,
-        sequence_parallel=config.sequence_parallel,
-        transformer_impl="local",
-        # Data and checkpoints.
-        tokenizer_type="NullTokenizer",
-        data_path=None,
-        save="run",
-        load=None,
-        save_interval=SAVED_STEP,
-        no_save_optim=None,
-        no_save_rng=None,
-        ckpt_format="torch_dist",
-        use_dist_ckpt=True,
-        ckpt_fully_parallel_save=True,
-        dist_ckpt_optim_fully_reshardable=variant.optimizer == "fully_reshardable",
     )
-    return args
 
 
 def make_optimizer(variant: Variant, args: argparse.Namespace, config, model):
@@ -496,19 +344,8 @@ def make_optimizer(variant: Variant, args: argparse.Namespace, config, model):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=args.lr,
-        min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        clip_grad=args.clip_grad,
-        params_dtype=args.params_dtype,
-        bf16=args.bf16,
-        use_distributed_optimizer=args.use_distributed_optimizer,
-    )
+    names = {field.name for field in dataclasses.fields(OptimizerConfig)} & vars(args).keys()
+    optimizer_config = OptimizerConfig(**{name: getattr(args, name) for name in names})
     optimizer = get_megatron_optimizer(optimizer_config, [model])
     # Megatron-LM's scheduler counts samples: a step adds the global batch.
     scheduler = OptimizerParamScheduler(
@@ -519,14 +356,11 @@ def make_optimizer(variant: Variant, args: argparse.Namespace, config, model):
         lr_warmup_steps=args.lr_warmup_iters * args.global_batch_size,
         lr_decay_steps=args.lr_decay_iters * args.global_batch_size,
         lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters * args.global_batch_size,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=False,
-        wsd_decay_steps=None,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
     return optimizer, scheduler
 
@@ -690,7 +524,7 @@ def gather_state(variant: Variant, model, optimizer) -> dict[str, dict[str, torc
 def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> None:
     """Save as `save_checkpoint` and `generate_state_dict` of Megatron-LM's training/checkpointing.py do."""
     import megatron.core.parallel_state as ps
-    from megatron.core import dist_checkpointing, tensor_parallel
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.serialization import (
         get_default_save_sharded_strategy,
@@ -698,7 +532,6 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelSaveStrategyWrapper,
     )
-    from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     dp_cp_group = ps.get_data_parallel_group(with_context_parallel=True)
     metadata: dict[str, Any] = {}
@@ -709,14 +542,6 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
     metadata["singleton_local_shards"] = variant.single
     metadata["chained_optim_avoid_prefix"] = True
     metadata["dp_cp_group"] = dp_cp_group
-    rng_states = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        # pyrefly: ignore[missing-attribute]
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
     state = {
         "args": args,
         "checkpoint_version": 3.0,
@@ -725,17 +550,13 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
     }
     state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
     state["opt_param_scheduler"] = scheduler.state_dict()
-    rerun = get_rerun_state_machine().state_dict(None, "torch_dist")
-    if rerun:
-        state["rerun_state_machine"] = rerun
     state["rng_state"] = ShardedObject(
         "rng_state",
-        [rng_states],
+        [{"torch_rng_state": torch.get_rng_state()}],
         (variant.pp, variant.tp),
         (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank()),
         replica_id=ps.get_data_parallel_rank(with_context_parallel=True),
     )
-    state["num_floating_point_operations_so_far"] = 1.5e9
     iteration = folder / f"iter_{SAVED_STEP:07d}"
     iteration.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -751,27 +572,6 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
     if dist.get_rank() == 0:
         tracker = folder / "latest_checkpointed_iteration.txt"
         tracker.write_text(str(SAVED_STEP))
-
-
-def describe_groups(model, optimizer) -> dict[str, dict[str, float]]:
-    """Return {name: {"wd_mult", "lr_mult"}} as Megatron's parameter groups say, of all ranks."""
-    names = {id(parameter): name for name, parameter in name_parameters(model).items()}
-    found = {}
-    for single in optimizer.chained_optimizers:
-        groups = getattr(single, "model_fp32_groups", None)
-        for index, group in enumerate(single.optimizer.param_groups):
-            members = list(group["params"])
-            if groups is not None:
-                members = list(groups[index])
-            if hasattr(single, "model_float16_groups"):
-                members += list(single.model_float16_groups[index])
-            for parameter in members:
-                name = names.get(id(parameter))
-                if name is not None:
-                    found[name] = {key: group[key] for key in ("wd_mult", "lr_mult")}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return {name: group for one in everyone for name, group in one.items()}
 
 
 def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> None:
@@ -795,8 +595,6 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
         pipeline_model_parallel_size=variant.pp,
         expert_model_parallel_size=variant.ep,
     )
-    random.seed(1)
-    np.random.seed(1)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = make_config(variant)
@@ -826,11 +624,9 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     reference: dict[str, Any] = {
-        "variant": dataclasses.asdict(variant),
         "tokens": {},
         "steps": {},
         "state": {},
-        "groups": describe_groups(model, optimizer),
     }
     for step in range(1, STEPS + 1):
         tokens = draw_tokens(variant, step)
@@ -849,13 +645,9 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
 
 
 def main(argv: list[str]) -> None:
-    """Run a variant, with changes like `tp=2`."""
-    out, name, *changes = argv
-    variant = dataclasses.replace(VARIANTS[name])
-    for change in changes:
-        key, value = change.split("=")
-        kind = type(getattr(variant, key))
-        setattr(variant, key, value == "true" if kind is bool else kind(value))
+    """Run a variant."""
+    out, name = argv
+    variant = VARIANTS[name]
     world = variant.tp * variant.pp * variant.dp
     folder = Path(out).resolve()
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from tests.support.hf_families import whole_weights
+from tests.support.jobs import degrees_of
 from tests.support.ranks import Pool
 from tests.support.runs import saved_tensors
 from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
 from titan.config.load import load_config
 from titan.contrib.megatron.convert import from_megatron
-from titan.contrib.megatron.tests.reference import MegatronRun, write_model_space
+from titan.contrib.megatron.tests.reference import MegatronRun
 from titan.contrib.megatron.tests.reference import megatron as megatron
 from titan.data.packing import Batch
 from titan.numerics.certify.steps import micro_batches
+from titan.numerics.digests import whole
 from titan.parallel import build_mesh
 
 Tensors = dict[str, Tensor]
@@ -89,19 +91,10 @@ def as_megatron(name: str, ours: Tensors) -> Tensor:
     return ours[found[0]]
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
-
-
 def train(output: Path, tokens: dict[int, Tensor], degrees: dict[str, int]) -> dict[str, Any]:
     """On a rank: continue from step 2, and return losses, norms and states of steps 3 and 4."""
     torch.set_num_threads(1)
-    keys = {
-        "dp_shard": "data_parallel_shard",
-        "tp": "tensor_parallel",
-        "pp": "pipeline_parallel",
-    }
-    overrides = [f"parallelism.{keys[axis]}_degree={n}" for axis, n in degrees.items()]
+    overrides = [f"parallelism.{key}={n}" for key, n in degrees_of(degrees).items()]
     if "pp" in degrees or "dp_shard" in degrees:
         overrides.append("training.local_batch_size=2")
     config = load_config(output / "config.toml", overrides=overrides)
@@ -204,17 +197,12 @@ def test_on_other_layouts_too(
     check(megatron(variant), tmp_path / "out", pool, {axis: 2})
 
 
-@pytest.mark.parametrize("variant", ["tp2", "pp2", "dp2", "older form of dp2", "bf16_dp2"])
+@pytest.mark.parametrize("variant", ["tp2", "pp2", "dp2", "bf16", "bf16_dp2"])
 def test_the_state_is_megatrons(
     megatron: Callable[..., MegatronRun], variant: str, tmp_path: Path
 ) -> None:
     """Bit for bit. Weights of a model in bf16 are the optimizer's, in fp32."""
-    is_older = variant.startswith("older")
-    run = megatron("dp2" if is_older else variant)
-    if is_older:
-        older = tmp_path / "older"
-        write_model_space(run.iteration, older)
-        run = MegatronRun(older, older, run.reference)
+    run = megatron(variant)
     converted(run, tmp_path / "out")
     found = saved_tensors(tmp_path / "out" / "checkpoint" / "step-2")
     for kind, theirs in run.reference["state"][2].items():
@@ -229,8 +217,11 @@ def test_the_state_is_megatrons(
 
 
 def test_buckets_are_refused(megatron: Callable[..., MegatronRun], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"by bucket .*--dist-ckpt-optim-fully-reshardable"):
+    with pytest.raises(
+        ValueError, match=r"by bucket .*--dist-ckpt-optim-fully-reshardable.*--model-only"
+    ):
         from_megatron(megatron("dp2_buckets").folder, tmp_path / "out")
+    from_megatron(megatron("dp2_buckets").folder, tmp_path / "weights", model_only=True)
 
 
 @pytest.mark.parametrize("variant", ["tied", "moe_single", "deepseek_mtp"])

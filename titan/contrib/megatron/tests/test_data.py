@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.commands import Shell
 from tests.support.loaders import build_loader
-from titan.cli import main as titan
 from titan.config import schema as s
 from titan.contrib.megatron.data import read_files
 from titan.contrib.megatron.source import MegatronSource
@@ -202,9 +202,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def test_a_run_trains_and_a_resumed_one_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_trains_and_a_resumed_one_goes_on(tmp_path: Path, shell: Shell) -> None:
     prefix = write_by_hand(tmp_path / "corpus", draw_documents(200))
     found = []
     for name, parts in [("whole", (4,)), ("parts", (2, 4))]:
@@ -212,8 +210,8 @@ def test_a_run_trains_and_a_resumed_one_goes_on(
         folder.mkdir()
         for steps in parts:
             job = write_job(folder, prefix, steps=steps)
-            assert titan(["check", str(job)]) == 0, capsys.readouterr().err
-            assert titan(["train", str(job)]) == 0, capsys.readouterr().err
+            shell(f"check {job}")
+            shell(f"train {job}")
         found.append(losses(folder))
     assert found[0] == found[1]
     assert [*found[0]] == [1, 2, 3, 4]
@@ -252,17 +250,15 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_have_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_damaged_files_have_one_line(tmp_path: Path, shell: Shell, damage: str) -> None:
     ending, change, expected = DAMAGES[damage]
     prefix = write_by_hand(tmp_path / "a", [[[1] * 40 + [EOS]], [[2, 3], [4, 5, 6, EOS]]])
     file = Path(f"{prefix}.{ending}")
     file.write_bytes(change(file.read_bytes()))
-    assert titan(["check", str(write_job(tmp_path, prefix))]) == 2
+    said = shell.refuse(f"check {write_job(tmp_path, prefix)}")
     [line] = [
         line
-        for line in capsys.readouterr().err.splitlines()
+        for line in said.splitlines()
         if "megatron" in line or "a.idx" in line or "a.bin" in line
     ]
     assert expected in line
@@ -275,24 +271,18 @@ def test_sequences_without_tokens_are_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["gone", "0.3 a 0.7 b", "a.bin"])
-def test_a_path_that_is_no_prefix_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
-) -> None:
+def test_a_path_that_is_no_prefix_is_refused(tmp_path: Path, shell: Shell, path: str) -> None:
     write_by_hand(tmp_path / "a", draw_documents(20))
     job = write_job(tmp_path, tmp_path / path)
-    assert titan(["check", str(job)]) == 2
-    error = capsys.readouterr().err
+    error = shell.refuse(f"check {job}")
     assert f"{path}.idx is no file; give the prefix of both files" in error
     assert "[[data.sources]]" in error
 
 
-def test_a_dataset_without_a_path_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dataset_without_a_path_is_refused(tmp_path: Path, shell: Shell) -> None:
     job = write_job(tmp_path, tmp_path)
     job.write_text(job.read_text().replace("dataset_path", "# dataset_path"))
-    assert titan(["check", str(job)]) == 2
-    assert 'dataset_path: missing: dataset "megatron" needs it' in capsys.readouterr().err
+    assert 'dataset_path: missing: dataset "megatron" needs it' in shell.refuse(f"check {job}")
 
 
 def test_documents_without_an_end_cannot_be_masked(tmp_path: Path) -> None:
@@ -317,14 +307,8 @@ def test_an_id_beyond_the_vocabulary_is_refused(
         samples.get(np.arange(2))
 
 
-def test_ids_are_not_tokenized_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ids_are_not_tokenized_again(tmp_path: Path, shell: Shell) -> None:
     prefix = write_by_hand(tmp_path / "a", draw_documents(20))
-    argv = ["--dataset", "megatron", "--dataset-path", str(prefix), "--tokenizer", "bytes"]
-    assert titan(["prepare", *argv, "--output", str(tmp_path / "out")]) == 2
-    assert (
-        capsys.readouterr()
-        .err.strip()
-        .endswith("(ids, no text) holds no documents to train on")
-    )
+    options = f"--dataset megatron --dataset-path {prefix} --tokenizer bytes"
+    said = shell.refuse(f"prepare {options} --output {tmp_path}/out").strip()
+    assert said.endswith("(ids, no text) holds no documents to train on")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.jobs import SMALL, job, with_changes
+from tests.support.jobs import SMALL, degrees_of, job, with_changes
 from tests.support.metrics import read_json_lines, step_row
 from tests.support.ranks import Pool
 from tests.support.tables import tabled
@@ -19,12 +19,6 @@ from titan.config.schema import MetricsSection
 from titan.contrib.model_columns.loads import ExpertLoads, load_figures
 from titan.observe.metrics import MetricsLog
 
-DEGREES = {
-    "dp": "data_parallel_shard_degree",
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "ep": "expert_parallel_degree",
-}
 MOE = with_changes(
     SMALL,
     model={
@@ -70,7 +64,7 @@ def run(folder: Path, base: dict[str, Any]) -> list[bool]:
 
 def shown(pool: Pool, folder: Path, layout: dict[str, int]) -> tuple[list[Any], dict[str, Any]]:
     """Return rows of steps, imbalance and experts, and experts.json."""
-    parallelism = {DEGREES[axis]: n for axis, n in ({"dp": 1} | layout).items()}
+    parallelism = degrees_of({"dp": 1} | layout)
     ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
     for measured in pool.run(ranks, run, folder, with_changes(MOE, parallelism=parallelism)):
         assert measured == [True, False, True, True]

@@ -14,7 +14,6 @@ import pytest
 from tests.support.commands import Shell, finished
 from tests.support.tables import tabled
 from titan.base.untrusted import InputError
-from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.contrib.scaling import results, trials
 from titan.contrib.scaling.execute import run_here
@@ -168,7 +167,7 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
 
 
 def test_a_run_that_fails_names_its_log(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Path, tmp_path: Path, shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "s"
     trial = trials.Trial("seed=0", {}, 0, 12, folder)
@@ -176,7 +175,7 @@ def test_a_run_that_fails_names_its_log(
     trial.job.write_text("[model]\nflavor = 1\n")
     assert run_here([trial], at_a_time=1, processes=1) == 0
     assert f"exit code 2; see {folder}/jobs/seed=0.log" in capsys.readouterr().out
-    assert titan(["sweep", f"--folder={folder}", "--report"]) == 1
+    shell(f"sweep --folder={folder} --report", code=1)
     assert "model.flavor" in (folder / "jobs/seed=0.log").read_text()
 
 

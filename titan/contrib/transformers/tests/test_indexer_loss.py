@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.hf_sizes import overrides_of
+from tests.support.hf_families import std_of, twin_with
+from tests.support.hf_sizes import families, overrides_of
 from titan.config.schema import ModelSection
+from titan.contrib.transformers import build_model
 from titan.contrib.transformers import sparse_attention as module
 from titan.contrib.transformers.sparse_attention import SparseAttention
 from titan.models.common.attention import InnerAttention
+from titan.parallel import initialize, materialize
+from titan.parallel.module_kinds import modules_of
 
 B, S, H, K, V = 2, 23, 4, 6, 5
 IDS = torch.tensor([[0] * 9 + [1] + [2] * 13, [0] * 23])
@@ -190,18 +193,6 @@ def test_attention_is_not_trained_by_the_loss() -> None:
     assert all(grad.any() for grad in found[1][3:])
 
 
-@pytest.mark.parametrize("kind", [TOKENS, BLOCKS], ids=["tokens", "blocks"])
-def test_rows_at_a_time_change_nothing(kind: dict[str, Any]) -> None:
-    results = []
-    for rows in (1, 7, 64):
-        tensors = [None if x is None else x.requires_grad_() for x in inputs(kind, ties=True)]
-        out, _ = titan(kind, tensors, IDS, rows=rows, loss_coeff=1.0)
-        results.append([out, *(x.grad for x in tensors if x is not None)])
-    for other in results[1:]:
-        for x, y in zip(results[0], other, strict=True):
-            torch.testing.assert_close(x, y)
-
-
 def test_a_kept_choice_is_not_made_again() -> None:
     """A recomputation takes the choice of the forward pass."""
     sparse = SparseAttention(**TOKENS)
@@ -216,68 +207,56 @@ def test_a_kept_choice_is_not_made_again() -> None:
     assert sparse.index(*index) is kept and put[0] is kept
 
 
-class Sizes(TorchDispatchMode):
-    """The most numbers in a tensor that an operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                self.most = max(self.most, x.numel())
-        return result
+def sizes_of(kind: str = "deepseek_v32", **fields: Any) -> Any:
+    overrides = overrides_of(families()[kind]) | fields
+    model = {"architecture": families()[kind], "overrides": overrides}
+    return ModelSection(name="transformers", **model).sizes
 
 
-@pytest.mark.parametrize("kind", [TOKENS, BLOCKS], ids=["tokens", "blocks"])
-def test_memory_grows_with_the_length_and_not_with_its_square(kind: dict[str, Any]) -> None:
-    """The tensors saved for the backward pass, and the largest tensor of both passes."""
-    kept, most = [], []
-    for length in (1024, 2048):
-        sparse = SparseAttention(**kind)
-        sparse.heads, sparse.loss_coeff = H, 1.0
-        groups, heads = (2, 2) if "block" in kind else (H, 3)
-        shapes = [(1, H, length, K), (1, groups, length, K), (1, groups, length, V)]
-        shapes += [(1, length, heads, 8), (1, length, 8), (1, length, heads)]
-        tensors: list[Any] = [drawn(*s, seed=n).requires_grad_() for n, s in enumerate(shapes)]
-        if "block" in kind:
-            tensors[-1] = None
-        saved: list[int] = []
-
-        def note(x: Tensor, saved: list[int] = saved) -> Tensor:
-            saved.append(x.numel())
-            return x
-
-        with Sizes() as sizes, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            q, k, v, *index = tensors
-            of_index: Any = *index, index[0]
-            out = sparse.attend(InnerAttention(), q, k, v, sparse.index(*of_index))
-            kept.append(sum(saved))
-            out.sum().backward()
-        most.append(sizes.most)
-    assert kept[1] == 2 * kept[0] and most[1] == 2 * most[0]
-    # A mask of one head would be as large as this.
-    assert most[1] < 2048 * 2048
+def model_of(sizes: Any) -> Any:
+    model = build_model(sizes)
+    materialize(model, device="cpu")
+    initialize(model, seed=0, std_of=std_of)
+    return model
 
 
 def test_flops_count_scores_once_and_chosen_keys() -> None:
-    def sizes(**fields: Any) -> Any:
-        kind = "DeepseekV32ForCausalLM"
-        section = ModelSection(
-            name="transformers", architecture=kind, overrides=overrides_of(kind) | fields
-        )
-        return section.sizes
-
-    few, all_keys = sizes(index_topk=6), sizes(index_topk=64)
+    few, all_keys = sizes_of(index_topk=6), sizes_of(index_topk=64)
     # 4 layers, 4 heads of 24 channels; two products of a key, forward and twice backward.
     per_key = 12 * 4 * 4 * 24
     assert all_keys.flops_per_token(64) - few.flops_per_token(64) == per_key * (64 - 6)
-    # One product: 4 layers, 2 heads of 16 channels, once forward and twice backward.
-    wide = sizes(index_n_heads=4)
-    products = 6 * (wide.matmul_params - few.matmul_params)
-    assert wide.flops_per_token(64) - few.flops_per_token(64) == products + 6 * 4 * 2 * 16 * 64
-    assert few.num_params < wide.num_params
+
+
+def test_flops_of_an_indexer_are_those_that_torch_counts() -> None:
+    """Inputs have no gradient, so that a projection has one product backward, and not two."""
+    counted, formula, length = [], [], 64
+    for heads in (2, 4):
+        sizes = sizes_of(index_n_heads=heads)
+        model = model_of(sizes)
+        for sparse in modules_of(model, SparseAttention).values():
+            sparse.loss_coeff = 1.0
+        with FlopCounterMode(display=False) as counter:
+            model(torch.arange(3, 3 + length)[None]).sum().backward()
+        counted.append(counter.get_total_flops() // length)
+        formula.append(sizes.flops_per_token(length))
+    # 4 layers, 2 heads more. A score of 16 channels is computed a second time for its gradient, and heads are added up four times.
+    again = 4 * 2 * length * (2 * 16 + 4 * 2)
+    assert counted[1] - counted[0] == formula[1] - formula[0] + again
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_scores_are_those_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the scale of the indexer's head dim, which is not that of attention: a choice does not show it, and the loss does."""
+    twin = twin_with(model_of(sizes_of(kind)))
+    indexer = twin.model.layers[0].self_attn.indexer
+    hidden, q = drawn(1, S, 64, seed=1), drawn(1, S, 24, seed=2)
+    places = torch.arange(S)[None]
+    inputs = hidden, q, twin.model.rotary_emb(hidden, places)
+    theirs: list[Tensor] = []
+    topk = Tensor.topk
+    monkeypatch.setattr(Tensor, "topk", lambda x, *a, **k: theirs.append(x) or topk(x, *a, **k))
+    indexer(*inputs, torch.ones(S, S, dtype=torch.bool), places)
+    forward, of = module._INDEXERS[type(indexer).__name__]
+    sparse = indexer.sparse = of(indexer)
+    forward(indexer, *inputs)
+    torch.testing.assert_close(sparse.score(*sparse.scored)[:, 0], theirs[0])

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import finished
-from titan.cli import main
+from tests.support.commands import Shell, finished
 from titan.contrib.watch import server
 from titan.contrib.watch.cli import open_runs
 from titan.contrib.watch.reading import COLUMNS, RunReader, read_all
@@ -271,26 +270,26 @@ def test_many_runs_make_no_larger_page(tmp_path: Path) -> None:
     assert sum(len(run["events"]) for run in answer["runs"]) <= 2500
 
 
-def test_once_writes_a_page_that_no_text_can_break(run_dir: Path, tmp_path: Path) -> None:
+def test_once_writes_a_page_that_no_text_can_break(
+    run_dir: Path, tmp_path: Path, shell: Shell
+) -> None:
     file = tmp_path / "page.html"
-    assert main(f"watch {run_dir} {run_dir.parent}/run/. --once {file}".split()) == 0
+    shell(f"watch {run_dir} {run_dir.parent}/run/. --once {file}")
     page = file.read_text()
     assert page.count("<script>") == page.count("</script>") == 1 and "<img" not in page
     text = page.partition("const STATIC = ")[2].partition(";\n")[0]
     assert json.loads(text)["runs"][1]["status"]["reason"] == HOSTILE
 
 
-def test_mistakes_are_one_line(tmp_path: Path, run_dir: Path, capsys: Any) -> None:
-    assert main(["watch", str(tmp_path / "no")]) == 2
-    assert capsys.readouterr().err == (
+def test_mistakes_are_one_line(tmp_path: Path, run_dir: Path, shell: Shell) -> None:
+    assert shell.refuse(f"watch {tmp_path}/no") == (
         f"{tmp_path}/no: not the folder of a run; runs near it: {run_dir}\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(f"watch {run_dir} --port {port}".split()) == 2
-    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
-    assert main(f"watch {run_dir} --once {tmp_path}/no/x.html".split()) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+        said = shell.refuse(f"watch {run_dir} --port {port}")
+    assert f"cannot listen on 127.0.0.1 port {port}" in said
+    assert shell.refuse(f"watch {run_dir} --once {tmp_path}/no/x.html").count("\n") == 1
 
 
 def test_no_torch_is_imported(run_dir: Path, tmp_path: Path) -> None:
@@ -301,7 +300,7 @@ def test_no_torch_is_imported(run_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
-    run_dir: Path, tmp_path: Path
+    run_dir: Path, tmp_path: Path, shell: Shell
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -318,7 +317,7 @@ def test_charts_have_a_legend_marks_of_restarts_zoom_and_a_log_axis(
     rows = [{"event": event, "step": step, "unix_s": unix_s} for event, step, unix_s in again]
     lines(other / "events.jsonl", *rows)
     file = tmp_path / "page.html"
-    assert main(f"watch {run_dir} {other} --once {file}".split()) == 0
+    shell(f"watch {run_dir} {other} --once {file}")
     command = ["node", str(Path(__file__).with_name("page.js")), str(file)]
     shown = subprocess.check_output(command, text=True, timeout=60).splitlines()
     assert (
@@ -352,11 +351,13 @@ def test_tracks_of_a_grid_may_be_narrower_than_their_content() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium, to lay a page out")
-def test_the_page_is_no_wider_than_a_telephone(run_dir: Path, tmp_path: Path) -> None:
+def test_the_page_is_no_wider_than_a_telephone(
+    run_dir: Path, tmp_path: Path, shell: Shell
+) -> None:
     other = tmp_path / "a_run_with_a_name_that_is_wider_than_others"
     shutil.copytree(run_dir, other)
     page, frame = tmp_path / "page.html", tmp_path / "frame.html"
-    assert main(f"watch {run_dir} {other} --once {page}".split()) == 0
+    shell(f"watch {run_dir} {other} --once {page}")
     # A window cannot be this narrow, but a frame in it can.
     measure = "document.title = frames[0].document.documentElement.scrollWidth + ' px'"
     frame.write_text(
