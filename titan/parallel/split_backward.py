@@ -152,12 +152,14 @@ def backward_input(
     """
     global _input_pass
     given = gradients or [None] * len(outputs)
-    pairs = [(x, g) for x, g in zip(outputs, given, strict=True) if x.requires_grad]
-    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    pairs: list[tuple[Tensor, Any]] = [
+        (x, g) for x, g in zip(outputs, given, strict=True) if x.requires_grad
+    ]
+    wanted: list[Any] = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     owners = [get_gradient_edge(x) for x, _ in pairs]
     ends = [get_gradient_edge(x).node for x in wanted]
     path = torch_compat.nodes_between([edge.node for edge in owners], ends)
-    branches = {node: _branches(node, path) for node in path}
+    branches: dict[Any, Any] = {node: _branches(node, path) for node in path}
     users = Counter(node for _, below in branches.values() for node in below)
     now: dict[tuple[Node, int], Any] = {}
     later: dict[Any, list[Tensor]] = {}
@@ -166,9 +168,9 @@ def backward_input(
         if is_shared or isinstance(node, _FUNCTION):
             now |= dict.fromkeys(edges, node)
         if edges and not is_shared:
-            later[node] = [n.variable for n in below if hasattr(n, "variable")]
+            later[node] = [n.variable for n in below if n.name().endswith("AccumulateGrad")]
             if isinstance(node, _FUNCTION):
-                node.kept_for_weights = None
+                vars(node)["kept_for_weights"] = None
     seen: dict[Node, Any] = {}
     hooks = [node.register_prehook(partial(seen.__setitem__, node)) for node in later]
     kept = {node for node in later if not isinstance(node, _FUNCTION)}
@@ -189,7 +191,7 @@ def backward_input(
     for x in outputs:
         x.detach_()
     # Of the functions, compiled blocks run again.
-    kept |= {n for n in later if getattr(n, "kept_for_weights", None) is not None}
+    kept |= {n for n in later.keys() - kept if n.kept_for_weights is not None}
     of_weights = zip(now.items(), found[len(wanted) :], strict=True)
     work = WeightPass(
         [(n, seen[n], later[n]) for n in kept if n in seen],
@@ -219,7 +221,7 @@ def backward_weight(work: WeightPass) -> None:
     while work.later:
         node, given, weights = work.later.pop()
         pairs = [(GradientEdge(node, n), g) for n, g in enumerate(given) if g is not None]
-        torch_compat.run_backward(*zip(*pairs, strict=True), weights)
+        torch_compat.run_backward(*zip(*pairs, strict=True), weights=weights)
 
 
 def splitting_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,8 +267,8 @@ def _compile_parts(
 
     def run(args: list[Any]) -> list[Any]:
         node: Any = torch._C._current_autograd_node()
-        kept = getattr(node, "kept_for_weights", False)  # False: both parts run
-        gradients = [*map(_placeholder, outputs)]
+        kept = vars(node).get("kept_for_weights", False)  # False: both parts run
+        gradients, read = [*map(_placeholder, outputs)], kept
 
         def put(of_weights: bool, values: Sequence[Any]) -> None:
             for place, value in zip(places[of_weights], values, strict=False):
@@ -281,7 +283,7 @@ def _compile_parts(
             node.kept_for_weights = read
             torch_compat.free_saved(node)
         else:
-            put(True, second(read if kept is False else kept))
+            put(True, second(read))
         args.clear()
         return gradients
 

@@ -263,7 +263,7 @@ def find_backend(name: str, mode: str | None) -> Callable[..., Any]:
     """Return torch.compile's backend of this name, which takes a graph and its inputs."""
     from torch._dynamo import lookup_backend
 
-    backend = lookup_backend(name)
+    backend: Any = lookup_backend(name)
     if mode is None:
         return backend
     from torch._inductor import list_mode_options
@@ -301,7 +301,7 @@ def checkpoint_hooks(hooks: Callable[[Any], Any]) -> AbstractContextManager[Any]
 
 def recompute(frame: Any) -> None:
     """Run a region of torch.utils.checkpoint again."""
-    if hasattr(frame, "get_inputs"):  # from torch 2.13
+    if "get_inputs" in dir(frame):  # from torch 2.13
         inputs = frame.get_inputs()
     else:
         saver = frame.input_saver.grad_fn
