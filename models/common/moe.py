@@ -37,12 +37,11 @@ class Gate(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
-        self.into_fp32 = True  # see linear_in_fp32
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the router's logits, (B, S, E), in fp32 or better."""
         # bf16 would make scores equal that are not.
-        logits_BSE = linear_in_fp32(x_BSD, self.weight, into_fp32=self.into_fp32)
+        logits_BSE = linear_in_fp32(x_BSD, self.weight)
         return logits_BSE if self.bias is None else logits_BSE + self.bias
 
 

@@ -71,53 +71,6 @@ def test_a_head_dim_that_is_not_derived_stays(
     assert config == replace(OwnHeads(), **overrides)
 
 
-SPLIT = "0F0,0I0,0W0\n1F0,1I0,1W0\n"
-WHOLE = "0F0,0B0\n1F0,1B0\n"
-
-
-def pipeline_problems(job: str, *, csv: str, folder: Path) -> list[str]:
-    """What is wrong with a job of two pipeline ranks and one microbatch; csv: the order of its actions, or a schedule."""
-    name, file = csv, ""
-    if "\n" in csv:
-        name, file = "PipelineScheduleMulti", folder / "order.csv"
-        file.write_text(csv)
-    path = folder / "job.toml"
-    path.write_text(
-        f"[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = '{name}'\n"
-        f"pipeline_parallel_schedule_csv = '{file}'\n{job}"
-    )
-    config = load_config(path, overrides=["training.local_batch_size=1"])
-    problems = [*check(config), *check_layout(config, world_size=2)]
-    return [str(problem).removeprefix(f"{folder}/") for problem in problems]
-
-
-@pytest.mark.parametrize("csv", ["InterleavedZeroBubble", SPLIT], ids=["named", "from a file"])
-@pytest.mark.parametrize(
-    ("job", "place"),
-    [
-        ("fsdp_reshard_after_forward = 'always'", "5: parallelism.fsdp_reshard_after_forward"),
-        (
-            "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = 'op'",
-            "7: activation_checkpoint.selective_ac_option",
-        ),
-        ("[compile]\nenable = true", "6: compile.enable"),
-    ],
-)
-def test_what_a_split_backward_pass_rules_out(
-    job: str, place: str, csv: str, tmp_path: Path
-) -> None:
-    """Whether the order of actions comes by name or from a file. With whole backward passes the same is allowed."""
-    [problem] = pipeline_problems(job, csv=csv, folder=tmp_path)
-    assert problem.startswith(f"job.toml:{place}: ")
-    whole = "1F1B" if csv != SPLIT else WHOLE
-    assert all("microbatch" in p for p in pipeline_problems(job, csv=whole, folder=tmp_path))
-
-
-def test_what_a_split_backward_pass_allows(tmp_path: Path) -> None:
-    job = "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '2'"
-    assert pipeline_problems(job, csv=SPLIT, folder=tmp_path) == []
-
-
 def unit_problems(*overrides: str, world: int) -> list[str]:
     settings = [f"parallelism.{override}" for override in overrides]
     config = load_config(ROOT / "train_configs" / "debug_model.toml", overrides=settings)

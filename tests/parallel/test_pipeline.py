@@ -19,9 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.support.tables import table, tabled
 from titan.config.errors import ConfigError
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
-from titan.parallel.activation import apply_ac
 from titan.parallel.pipeline import Pipeline
-from titan.parallel.sac_save_list import DEFAULT_KEEP
 from titan.parallel.schedules import (
     Action,
     build_schedule,
@@ -342,7 +340,7 @@ FSDP_CASES = (
     ("1F1B", "zero3"),
     ("Interleaved1F1B", "zero3"),
     ("InterleavedZeroBubble", "zero2"),
-    ("ZBVZeroBubble", "zero3"),  # which the pipeline makes zero2
+    ("ZBVZeroBubble", "zero3"),
     ("DualPipeV", "ddp"),
 )
 
@@ -357,16 +355,6 @@ def test_with_data_parallelism_over_batches_of_several_shapes(pool) -> None:
     ranks = pool.run(4, _with_fsdp_cases, shapes)
     for number, case in enumerate(FSDP_CASES):
         assert _fsdp_error([results[number] for results in ranks], shapes) < 2e-6, case
-
-
-def _with_fsdp_unmended() -> dict[str, Tensor]:
-    pipeline.prepare_to_split_backward = lambda stage: None
-    return _with_fsdp("InterleavedZeroBubble", "zero3", (8,))
-
-
-def test_torch_still_needs_gathered_parameters_to_split_backward(pool) -> None:
-    """torch still needs `prepare_to_split_backward`. If this fails, torch has fixed the fault, and the function can go."""
-    assert _fsdp_error(pool.run(4, _with_fsdp_unmended), (8,)) > 0.1
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 6, 8, 12])
@@ -502,23 +490,6 @@ def test_tied_embeddings_are_refused_across_stages() -> None:
         extract_stage(model, ["tok_embeddings", "layers.0"])
     stage: Any = extract_stage(model, ["tok_embeddings", "layers.0", "output"])
     assert stage.output.weight is stage.tok_embeddings.weight
-
-
-def test_compiled_stages_are_refused_where_backward_is_split() -> None:
-    stage: Any = extract_stage(_meta_model(), ["layers.0"])
-    stage.layers["0"].compile()
-    with pytest.raises(ValueError, match=r"'layers\.0' is compiled"):
-        pipeline.prepare_to_split_backward(stage)
-
-
-def test_selective_recomputation_is_refused_where_backward_is_split() -> None:
-    stage = extract_stage(_meta_model(), ["layers.0"])
-    apply_ac(stage)
-    pipeline.prepare_to_split_backward(stage)  # whole blocks may be recomputed
-    stage = extract_stage(_meta_model(), ["layers.0"])
-    apply_ac(stage, keep=DEFAULT_KEEP)
-    with pytest.raises(ValueError, match=r"'layers\.0' keeps some operations"):
-        pipeline.prepare_to_split_backward(stage)
 
 
 def test_names_and_stage_numbers() -> None:

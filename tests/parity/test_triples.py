@@ -20,8 +20,8 @@ from tests.support.layouts import BOUND, GLOBAL_BATCH, Layout, largest, train
 from tests.support.ranks import Pool
 
 NAMES = ("losses", "norms", "gradients", "weights")
-LAYOUTS = 96  # the number that `drawn` finds, in 40 s
-COMPILED_EXPERTS = 23  # so many of them are experts that are compiled and recomputed
+LAYOUTS = 101  # the number that `drawn` finds, in 40 s
+COMPILED_EXPERTS = 27  # so many of them are experts that are compiled and recomputed
 STEPS = 3  # the first update, and steps from weights that it has changed
 
 

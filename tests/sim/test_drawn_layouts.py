@@ -10,10 +10,7 @@ from tests.parity.test_triples import LAYOUTS
 from tests.support.crossings import drawn
 from tests.support.layouts import job_of
 from titan.checks.rules import check_to_run
-from titan.parallel.schedules import splits_backward
-from titan.parallel.torch_compat import can_split_custom_functions
 from titan.sim.price.profiles import load_profile
-from titan.sim.record.trace_jobs import TraceError
 from titan.sim.simulate import simulate
 
 
@@ -24,11 +21,6 @@ def test_is_simulated(number: int) -> None:
     config = job_of(layout)
     check_to_run(config, world_size=layout.ranks)
     profile = load_profile("h100-sxm")
-    splits = splits_backward(config.parallelism.pipeline_parallel_schedule)
-    if layout.float8 and splits and not can_split_custom_functions():
-        with pytest.raises(TraceError, match="cannot split the backward pass of float8 layers"):
-            simulate(config, world_size=layout.ranks, profile=profile, processes=1)
-        return
     found = simulate(
         config, world_size=layout.ranks, profile=profile, processes=1, use_cache=False
     )

@@ -169,16 +169,26 @@ def test_places() -> None:
     ]  # the output layer is in the norm's unit
 
 
-def test_pipeline_actions() -> None:
-    config = job(
-        batch=4,
-        training=BF16,
-        parallelism={
-            "pipeline_parallel_degree": 2,
-            "pipeline_parallel_schedule": "InterleavedZeroBubble",
-        },
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pipeline_actions(compiled: bool) -> None:
+    traces = []
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        config = job(
+            batch=4,
+            training=BF16,
+            compile={"enable": compiled},
+            parallelism={
+                "pipeline_parallel_degree": 2,
+                "pipeline_parallel_schedule": schedule,
+            },
+        )
+        traces.append(trace_ranks(config, world_size=2, ranks=[1])[1])
+    whole, split = (
+        sum(e.kernel.flops for e in events_of(t.step, Launch) if "F" not in e.scope.action)
+        for t in traces
     )
-    trace = trace_ranks(config, world_size=2, ranks=[1])[1]
+    assert whole == split > 0
+    trace = traces[1]
     actions = list(dict.fromkeys(e.scope.action for e in events_of(trace.step, Launch)))
     assert (
         actions[actions.index("1F0")]

@@ -28,7 +28,7 @@ from titan.config.task import check_task, data_keys, predicts_tokens, reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.parallel.sac_save_list import SaveListError, parse_blocks, parse_rule
-from titan.parallel.schedules import canonical_schedule, splits_backward
+from titan.parallel.schedules import canonical_schedule
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/ops
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
@@ -215,36 +215,13 @@ def _compiles_model(config: JobConfig) -> bool:
 
 
 def _schedule(config: JobConfig) -> Violations:
-    """Check the settings that a schedule's order of actions rules out, also for a schedule from a file."""
-    parallel, ac = config.parallelism, config.activation_checkpoint
-    name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
+    parallel = config.parallelism
     try:
-        canonical_schedule(name, csv=file)
+        canonical_schedule(
+            parallel.pipeline_parallel_schedule, csv=parallel.pipeline_parallel_schedule_csv
+        )
     except ValueError as error:
         yield "pipeline_parallel_schedule", str(error)
-        return
-    try:
-        if parallel.pipeline_parallel_degree == 1 or not splits_backward(name, csv=file):
-            return
-    except ValueError:
-        return  # layout_rules.py reports the error of the file
-    why = f"with schedule {file or name}, which splits the backward pass"
-    # torch raises nothing, and up to half of the gradients are missing; docs/architecture.md.
-    if parallel.fsdp_reshard_after_forward == "always":
-        yield (
-            "fsdp_reshard_after_forward",
-            f'"always" gives wrong gradients {why}; use "default"',
-        )
-    # A compiled block has one backward function, which torch cannot split.
-    if _compiles_model(config):
-        yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
-    # torch cannot split such a backward pass either, nor that of memory_budget; docs/architecture.md.
-    if ac.mode == "selective" and ac.selective_ac_option == "op":
-        fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
-        yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'
-    if ac.mode == "memory_budget":
-        fix = 'use "full" or "none", or schedule 1F1B'
-        yield "activation_checkpoint.mode", f'"memory_budget" keeps no graph {why}; {fix}'
 
 
 def _tensor(config: JobConfig) -> Violations:

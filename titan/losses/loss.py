@@ -151,7 +151,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_input_ND, d_weight_VD = ctx.saved_tensors
         if d_weight_VD is not None:
             d_weight_VD = ctx.scaled(d_weight_VD, grad_output, ctx.weight_dtype)
-        # A schedule that splits the backward pass comes here twice: for the input, and for the weight.
         return d_input_ND * grad_output, d_weight_VD, None, None, None
 
 

@@ -22,10 +22,12 @@ from titan.base.failure import UserError
 from .activation import selection_of, unwrapped
 from .random_numbers import require_restored
 from .selective import outside_selection, show_programs_to_checkpoints
+from .split_backward import splitting_backend
 from .torch_compat import (
     CompileEvent,
     allow_programs,
     compile_events,
+    find_backend,
     keep_random_state_in_graphs,
     set_memory_budget,
 )
@@ -50,6 +52,7 @@ def apply_compile(
     fullgraph: bool = False,
     preserve_rng_state: bool = True,
     kinds: int = 1,
+    splits_backward: bool = False,
 ) -> None:
     """Compile every block of the containers in place, at its first forward and backward pass. Names do not change.
 
@@ -67,6 +70,8 @@ def apply_compile(
         fullgraph: raise an error instead of running slower code if a block cannot be compiled whole.
         preserve_rng_state: graphs restore the random generators' state for recomputed operations. Use False if blocks draw no
             random numbers, and under tensor parallelism, for which torch up to 2.13 fails.
+        splits_backward: compile each backward pass in two parts, for pipeline schedules that compute gradients of inputs and of
+            weights at different times. Without it, such a schedule computes both at once.
         kinds: number of kinds of blocks, by what they keep. Beyond torch's limit of programs, blocks would run uncompiled.
 
     Raises:
@@ -81,6 +86,10 @@ def apply_compile(
     allow_programs(kinds)
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
     settings |= {} if mode == "default" else {"mode": mode}
+    if splits_backward:
+        settings["backend"] = splitting_backend(
+            find_backend(backend, settings.pop("mode", None))
+        )
     set_memory_budget(memory_budget)
     containers = [container] if isinstance(container, str) else container
     if len(containers) > 1:

@@ -28,7 +28,7 @@ def multiplies_into_fp32(dtype: torch.dtype, device_type: str) -> bool:
     return compute_capability(device_type) >= (8, 0)
 
 
-def linear_in_fp32(x: Tensor, weight_ED: Tensor, *, into_fp32: bool = True) -> Tensor:
+def linear_in_fp32(x: Tensor, weight_ED: Tensor) -> Tensor:
     """Return x times weight^T in fp32, or in the operands' dtype if that is more precise.
 
     The product of two 16-bit numbers is exact in fp32. Tensor cores, which take 16-bit operands, therefore return the same
@@ -38,14 +38,13 @@ def linear_in_fp32(x: Tensor, weight_ED: Tensor, *, into_fp32: bool = True) -> T
     Args:
         x: input, (..., D).
         weight_ED: weight of the layer, (E, D).
-        into_fp32: allow a matmul of 16-bit operands into fp32. It is one autograd.Function, which computes both gradients at once.
 
     Returns:
         The output, (..., E).
     """
     is_exact = x.dtype == weight_ED.dtype and multiplies_into_fp32(x.dtype, x.device.type)
     # DTensor has no rule for a matmul with out_dtype.
-    if into_fp32 and is_exact and not isinstance(x, DTensor):
+    if is_exact and not isinstance(x, DTensor):
         return _LinearIntoFp32.apply(x.flatten(0, -2), weight_ED).unflatten(0, x.shape[:-1])
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(dtype), weight_ED.to(dtype))

@@ -13,12 +13,12 @@ over microbatches, for a loss that is a sum divided by a global count.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -28,9 +28,9 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from .activation import selection_of
 from .compile import is_compiled
 from .schedules import Action, Schedule
+from .split_backward import backward_input, backward_weight, saving_for_two_passes
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Boundary = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -43,9 +43,6 @@ class Pipeline:
     Every rank of the axis calls the same methods with the same batches, and each rank uses the tensors that its stages need.
     Further inputs (positions, document ids) go to the forward of every stage by name. All tensors are split into microbatches along
     their first dimension.
-
-    If the schedule splits backward passes, FSDP keeps parameters gathered between forward and backward (see `splits_backward`),
-    whatever its own setting is.
 
     Attributes:
         stages: materialised and parallelised module of each of `schedule.stages_of(rank)`.
@@ -78,9 +75,6 @@ class Pipeline:
             f"this rank has stages {expected}, not {sorted(stages)}"
         )
         assert mesh.size() == schedule.num_ranks
-        if schedule.splits_backward:
-            for stage in stages.values():
-                prepare_to_split_backward(stage)
         self.stages = dict(sorted(stages.items()))
         self.schedule = schedule
         self.group = mesh.get_group()
@@ -316,6 +310,7 @@ class Pipeline:
                 self.schedule.num_stages,
                 self.device,
                 group=self.group,
+                splits=has_backward and self.schedule.splits_backward,
                 # The last stage's output goes nowhere, so that its shape does not matter.
                 input_args=input.to("meta") if sent is not None and not number else sent,
                 output_args=sent,
@@ -330,8 +325,12 @@ class Stage(PipelineStage):
     If the shapes are given, torch runs no pass to learn them.
     """
 
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, module: nn.Module, *args: Any, splits: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(module, *args, **kwargs)
+        # torch computes the first stage's whole backward pass in W.
+        self._splits = splits and not self.is_first
         self._sent = kwargs["output_args"]
         self._undo_inference = (
             None if self._sent is not None else _remember(module, self.device)
@@ -345,7 +344,8 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a microbatch. Raise ValueError if the next stage waits for an output of another shape or dtype."""
-        output, sent = super().forward_one_chunk(*args, **kwargs), self._sent
+        with saving_for_two_passes() if self._splits else nullcontext():
+            output, sent = super().forward_one_chunk(*args, **kwargs), self._sent
         if self.is_last or sent is None:
             return output
         if (output.shape, output.dtype) != (sent.shape, sent.dtype):
@@ -354,6 +354,22 @@ class Stage(PipelineStage):
                 f"{tuple(sent.shape)} in {sent.dtype}"
             )
         return output
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Compute one of the two parts of a backward pass, or all of it as torch does."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if isinstance(self.submod, FSDPModule):
+            # Gradients are reduced once, after the last microbatch.
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "weight":
+            return (), backward_weight(bwd_kwargs["param_groups"])
+        names = ("stage_output", "output_grads", "input_values")
+        return backward_input(*(bwd_kwargs[name] for name in names))
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """Do nothing, since `forward_one_chunk` checks the outputs.
@@ -411,30 +427,6 @@ def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
             kept.clear()
 
     return undo
-
-
-def prepare_to_split_backward(stage: nn.Module) -> None:
-    """Keep FSDP's parameters of a stage gathered after forward, for a schedule that splits backward passes.
-
-    Args:
-        stage: module of the stage.
-
-    Raises:
-        ValueError: a module is compiled or recomputes selectively, so that its backward pass cannot be split.
-    """
-    for name, module in stage.named_modules():
-        if is_compiled(module):
-            raise ValueError(
-                f"module '{name}' is compiled: torch.compile cannot split its backward pass into inputs and weights, "
-                "as this schedule does; use 1F1B or Interleaved1F1B, or do not compile"
-            )
-        if selection_of(module) is not None:
-            raise ValueError(
-                f"module '{name}' keeps some operations and recomputes others, which cannot be cut as this schedule cuts "
-                "backward passes; use 1F1B or Interleaved1F1B, or apply_ac without keep"
-            )
-        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
-            module.set_reshard_after_forward(False, recurse=False)
 
 
 def _torch_actions(order: Sequence[Sequence[Action]]) -> dict[int, list[_Action | None]]:

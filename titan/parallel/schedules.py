@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Return whether some backward passes are split into I and W. FSDP must then not reshard after forward."""
+        """Return whether some backward passes are split into I and W."""
         return any(action.kind == "I" for actions in self.order for action in actions)
 
     def peak_in_flight(self, rank: int) -> int:
@@ -208,9 +208,7 @@ def canonical_schedule(name: str, *, csv: Path | str | None = None) -> str:
 def splits_backward(name: str, *, csv: Path | str | None = None) -> bool:
     """Return whether a schedule computes gradients of inputs and of weights separately.
 
-    FSDP must then keep parameters gathered between forward and backward (reshard_after_forward=False), or torch silently computes
-    wrong gradients. torch.compile and activation checkpointing by operation must be off, since their backward passes cannot be
-    split.
+    Blocks are then compiled in two parts (`apply_compile`).
 
     Args:
         name: name of a schedule. Raises ValueError if it is unknown.

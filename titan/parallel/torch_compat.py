@@ -11,13 +11,15 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from operator import getitem
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,12 +39,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.pipelining import _backward
 
 # The place of a shard in the whole tensor. DCP's own planner asks it, too.
 from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
 )
-from torch.utils import flop_counter
+from torch.utils import checkpoint, flop_counter
 
 GPU_TYPES = {"cuda"}
 """Types of devices that run kernels of GPUs. The simulator adds its own."""
@@ -249,12 +252,81 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
     return events
 
 
-def can_split_custom_functions() -> bool:
-    """Return whether zero-bubble schedules can split the backward pass at an autograd.Function with a weight.
+def keep_saved_tensors() -> None:
+    """Let no graph compiled from now on reuse the memory of what its forward pass saved, which a second part of its backward pass reads."""
+    from torch._functorch import config
 
-    torch 2.11 cannot (2.12 was not tried).
+    config.donated_buffer = False
+
+
+def find_backend(name: str, mode: str | None) -> Callable[..., Any]:
+    """Return torch.compile's backend of this name, which takes a graph and its inputs."""
+    from torch._dynamo import lookup_backend
+
+    backend: Any = lookup_backend(name)
+    if mode is None:
+        return backend
+    from torch._inductor import list_mode_options
+
+    return partial(backend, config_patches=list_mode_options(mode))
+
+
+@contextmanager
+def backward_compiler(wrap: Callable[..., Any]) -> Iterator[None]:
+    """Within it, AOTAutograd compiles a backward graph by `wrap(compiler, graph, example inputs)`."""
+    from torch._dynamo.backends import common
+    from torch._functorch import config
+
+    original = common.aot_module_simplified
+
+    def compile(*args: Any, **settings: Any) -> Any:
+        inner = settings.get("bw_compiler") or settings["fw_compiler"]
+        return original(*args, **settings | {"bw_compiler": partial(wrap, inner)})
+
+    # A program from the cache has one part.
+    replaced = mock.patch.object(common, "aot_module_simplified", compile)
+    with replaced, config.patch(enable_autograd_cache=False):
+        yield
+
+
+def free_saved(node: Any) -> None:
+    """Free what a compiled program saved on its autograd node itself, where no hook sees it."""
+    node._tensors_no_vc_check = []
+
+
+def checkpoint_hooks(hooks: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    """Within it, torch.utils.checkpoint saves a region's tensors by `hooks(frame)`."""
+    return mock.patch.object(checkpoint, "_checkpoint_hook", hooks)
+
+
+def recompute(frame: Any) -> None:
+    """Run a region of torch.utils.checkpoint again."""
+    if "get_inputs" in dir(frame):  # from torch 2.13
+        inputs = frame.get_inputs()
+    else:
+        saver = frame.input_saver.grad_fn
+        inputs = saver.get_args(saver.saved_tensors)
+    checkpoint._run_fn_with_dynamo_disabled(frame.recompute_fn, *inputs)
+
+
+def run_backward(
+    edges: Sequence[Any], gradients: Sequence[Any], weights: Sequence[Any] = ()
+) -> None:
+    """Add up gradients from edges of autograd's graph on, as torch.autograd.backward, in which 2.11 takes no edge of a Python function.
+
+    Args:
+        edges: where to begin.
+        gradients: the gradients there.
+        weights: leaves that get gradients. None of them: all.
     """
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    torch.autograd.graph._engine_run_backward(
+        tuple(edges), tuple(gradients), False, False, tuple(weights), True, accumulate_grad=True
+    )
+
+
+def nodes_between(roots: list[Any], ends: list[Any]) -> set[Any]:
+    """Return the nodes of autograd's graph on all ways from `roots` to `ends`."""
+    return _backward.reverse_closure(ends, set(), _backward.construct_reverse_graph(roots))[0]
 
 
 def enable_loss_parallel() -> None:

@@ -125,6 +125,7 @@ def parallelize(
         model,
         config.activation_checkpoint,
         config.compile if techniques.compiles_blocks else None,
+        splits_backward=techniques.splits_backward,
     )
     # Ranks that hold the same experts shard them among themselves. They are fewer than those that
     # share the rest of the model.
@@ -163,8 +164,6 @@ def _lay_out_experts(
             continue
         if sequence is not None:
             moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
-        # A backward pass in two parts would compute both gradients twice, and torch 2.11 fails to.
-        moe.router.gate.into_fp32 = not job.techniques.splits_backward
         if config.debug.moe_force_load_balance:
             moe.route_sources.append(
                 RoundRobin(mesh, balanced=config.parallelism.splits_from_both_ends)
@@ -178,7 +177,11 @@ def _sum_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
 
 
 def _recompute_and_compile(
-    model: nn.Module, section: ActivationCheckpointSection, compiler: CompileSection | None
+    model: nn.Module,
+    section: ActivationCheckpointSection,
+    compiler: CompileSection | None,
+    *,
+    splits_backward: bool,
 ) -> None:
     every = _recompute_every(section)
     preserves = section.preserve_rng_state or bool(drawing_modules(model))
@@ -227,6 +230,7 @@ def _recompute_and_compile(
             memory_budget=section.memory_budget if section.mode == "memory_budget" else 1.0,
             preserve_rng_state=preserves,
             kinds=len(kept),
+            splits_backward=splits_backward,
         )
     if every and from_outside:
         recompute()

@@ -25,7 +25,6 @@ from titan.config.schema import (
 from titan.config.task import OptionDefaults
 from titan.parallel.schedules import splits_backward
 from titan.parallel.stage_split import StageSplit
-from titan.parallel.torch_compat import can_split_custom_functions
 from titan.tasks import task_of
 from titan.tasks.base import Task
 
@@ -144,7 +143,6 @@ def _techniques(config: JobConfig, layout: Layout, task: Task) -> Techniques:
             applies_output
             and completed(task.options, OptionDefaults).predicts_tokens
             and loss_parallel
-            and (not splits or can_split_custom_functions())
         ),
         splits_backward=splits,
         quantize=quantize,

@@ -18,7 +18,6 @@ from titan.parallel.module_kinds import (
     is_kind,
     modules_of,
 )
-from titan.parallel.torch_compat import can_split_custom_functions
 from titan.step.parallelize import (
     default_dtype,
     freeze,
@@ -62,11 +61,6 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
     section = techniques.quantize
     if section is None:
         return []
-    if techniques.splits_backward and not can_split_custom_functions():
-        raise Float8Error(
-            f"torch {torch.__version__} cannot split the backward pass of float8 layers, as this pipeline schedule "
-            "does; use 1F1B or Interleaved1F1B, or torch 2.13"
-        )
     in_loss = {"output": "tensor-parallel ranks share it within the loss (loss.chunk_output)"}
     return apply_float8(
         model,

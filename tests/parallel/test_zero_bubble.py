@@ -1,0 +1,198 @@
+"""Schedules that split the backward pass, with compiled and recomputed blocks, against one process: loss, norm, each gradient and weight."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.layouts import BOUND, Layout, fsdp, largest, pp, schedule, tp, train
+from tests.support.ranks import Pool
+from titan.models.llama3.config import LlamaConfig
+from titan.models.llama3.model import Block
+from titan.numerics.certify.steps import WHAT
+from titan.parallel import apply_ac, apply_compile
+from titan.parallel.sac_save_list import DEFAULT_KEEP
+from titan.parallel.split_backward import (
+    backward_input,
+    backward_weight,
+    saving_for_two_passes,
+)
+
+STEPS = 3
+# Gradients of weights wait for one microbatch and more.
+CSV = """0F0,0F1,0I0,0F2,0I1,0F3,0W0,0I2,0I3,0W1,0W2,0W3
+1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3
+"""
+SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "csv")
+COMPILERS = ("eager", "aot_eager", "inductor")
+RECOMPUTED = ("none", "selective", "full", "memory_budget")
+AXES = {"FSDP2": fsdp(2), "TP": tp(2), "EP": fsdp(2)}
+# The others are slow.
+CHOSEN = {
+    ("InterleavedZeroBubble", "aot_eager", "selective", "FSDP2"),
+    ("ZBVZeroBubble", "eager", "full", "TP"),
+    ("DualPipeV", "aot_eager", "memory_budget", "EP"),
+}
+ROWS = [
+    pytest.param(*row, marks=[] if row in CHOSEN else pytest.mark.slow)
+    for row in itertools.product(SCHEDULES, COMPILERS, RECOMPUTED, AXES)
+    if row[1:3] != ("eager", "memory_budget")
+]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> Callable[[Layout], dict[str, Any]]:
+    known: dict[Any, dict[str, Any]] = {}
+
+    def get(layout: Layout) -> dict[str, Any]:
+        if layout.model not in known:
+            one = Layout("one process", model=layout.model)
+            known[layout.model] = pool.run(1, train, one, "float32", STEPS)[0]
+        return known[layout.model]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "compiled", "recompute", "axis"), ROWS)
+def test_equals_one_process(
+    name: str, compiled: str, recompute: str, axis: str, pool: Pool, alone: Any, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = dict(schedule(name))
+    if name == "csv":
+        file = tmp_path / "mine.csv"
+        file.write_text(CSV)
+        settings = {"pipeline_parallel_schedule_csv": str(file)}
+        settings["pipeline_parallel_microbatch_size"] = 2 if axis == "TP" else 1
+    layout = Layout(
+        name,
+        (*pp(2), *AXES[axis]),
+        settings=tuple(settings.items()),
+        compiled="" if compiled == "eager" else compiled,
+        recompute=recompute,
+    )
+    if axis == "EP":
+        experts = (*layout.settings, ("expert_parallel_degree", 2))
+        layout = replace(layout, settings=experts, model=("qwen3", "tiny_moe"))
+    results = pool.run(layout.ranks, train, layout, "float32", STEPS)
+    found = {what: largest(results, alone(layout), what) for what in WHAT}
+    assert all(value < BOUND for value in found.values()), found
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that compute."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        schema = getattr(func, "_schema", None)
+        is_view = schema is None or any(r.alias_info for r in schema.returns)
+        if not is_view and "empty" not in str(func):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def alive() -> dict[int, int]:
+    """Bytes of the memory of each tensor. What autograd saved is in Python's hands here."""
+    gc.collect()
+    tensors = (x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter))
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+
+# Tokens, and channels of the residual stream, of feed-forward, and of all queries, keys and values
+N, D, F, A = 64, 32, 96, 32 + 2 * 16
+CONFIG = LlamaConfig(
+    dim=D, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=F, vocab_size=8
+)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): Block(CONFIG, n) for n in range(2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(N).float()[:, None, None] / torch.arange(1.0, 5.0)
+        cos_sin = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+        for block in self.layers.values():
+            x = block(x, cos_sin, None)
+        return x
+
+
+def measured(
+    compiled: str, recompute: str, *, split: bool
+) -> tuple[Counter[str], int, list[Tensor]]:
+    """Operations of a backward pass, bytes between its two parts, and gradients: of the input and of weights."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = Blocks()
+    weights = list(model.parameters())
+    if recompute in ("full", "selective"):
+        apply_ac(model, keep=DEFAULT_KEEP if recompute == "selective" else ())
+    if compiled != "eager":
+        budget = 0.3 if recompute == "memory_budget" else 1.0
+        apply_compile(model, backend=compiled, memory_budget=budget, splits_backward=split)
+    x, gradient = torch.randn(2, 1, N, D).unbind()
+    x.requires_grad_()
+    model(x).backward(gradient)  # compiles
+    for leaf in (x, *weights):
+        leaf.grad = None
+    before, between, counted = alive().keys(), 0, Counted()
+    if not split:
+        y = model(x)
+        with counted:
+            y.backward(gradient)
+        found = x.grad
+    else:
+        with saving_for_two_passes():
+            y = model(x)
+        with counted:
+            (found,), work = backward_input([y], [gradient], [x])
+        assert all(w.grad is None for w in weights)
+        del y
+        now = alive()
+        between = sum(now[n] for n in now.keys() - before)
+        with counted:
+            backward_weight(work)
+    assert found is not None
+    return counted.counts, between, [found, *(w.grad for w in weights if w.grad is not None)]
+
+
+CASES = [
+    (compiled, recompute)
+    for compiled in ("eager", "aot_eager_decomp_partition")
+    for recompute in RECOMPUTED
+    if (compiled, recompute) != ("eager", "memory_budget")
+]
+
+
+@pytest.mark.parametrize(("compiled", "recompute"), CASES)
+def test_each_operation_runs_once_and_what_w_reads_is_kept(
+    compiled: str, recompute: str
+) -> None:
+    whole, _, expected = measured(compiled, recompute, split=False)
+    split, between, found = measured(compiled, recompute, split=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert split == whole
+    # Of each product its operand and its gradient, of three that read one tensor this one. torch's norms keep both, compiled ones nothing.
+    products = 2 * (5 * D + 3 * F + A)
+    norms = 2 * 2 * 2 * D if compiled == "eager" else 0
+    assert between - 4 * N * (products + norms) in range(
+        1024
+    )  # gradients of the norms' weights
+    assert len(found) == 1 + 2 * 9
