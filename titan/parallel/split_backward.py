@@ -189,7 +189,8 @@ def backward_input(
         for hook in hooks:
             hook.remove()
     for x in outputs:
-        x.detach_()
+        if not x._is_view():  # autograd detaches no view in place
+            x.detach_()
     # Of the functions, compiled blocks run again.
     kept |= {n for n in later.keys() - kept if n.kept_for_weights is not None}
     of_weights = zip(now.items(), found[len(wanted) :], strict=True)
