@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.layouts import BOUND, Layout, fsdp, largest, pp, schedule, tp, train
@@ -26,6 +27,7 @@ from titan.parallel.split_backward import (
     backward_input,
     backward_weight,
     saving_for_two_passes,
+    splitting_backend,
 )
 
 STEPS = 3
@@ -196,3 +198,27 @@ def test_each_operation_runs_once_and_what_w_reads_is_kept(
         1024
     )  # gradients of the norms' weights
     assert len(found) == 1 + 2 * 9
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_in_several_places(compiled: bool) -> None:
+    """Two blocks share their linear layer, and each uses it twice; a scale is used by both themselves."""
+    torch.manual_seed(0)
+    shared, scale = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    def block(x: Tensor) -> Tensor:
+        return x + scale * shared(torch.tanh(shared(x)))
+
+    run: Any = block
+    if compiled:
+        torch.compiler.reset()
+        run = torch.compile(block, backend=splitting_backend(lookup_backend("aot_eager")))
+    x, gradient = torch.randn(2, 4, 8).unbind()
+    x.requires_grad_()
+    leaves = x, scale, *shared.parameters()
+    expected = torch.autograd.grad(block(block(x)), leaves, gradient)
+    with saving_for_two_passes():
+        y = run(run(x))
+    (found,), work = backward_input([y], [gradient], [x])
+    backward_weight(work)
+    torch.testing.assert_close([found, *(w.grad for w in leaves[1:])], [*expected])
