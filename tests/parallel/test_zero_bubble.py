@@ -26,6 +26,7 @@ from titan.parallel.split_backward import (
     backward_input,
     backward_weight,
     saving_for_two_passes,
+    splitting_backend,
 )
 
 STEPS = 3
@@ -196,3 +197,91 @@ def test_each_operation_runs_once_and_what_w_reads_is_kept(
         1024
     )  # gradients of the norms' weights
     assert len(found) == 1 + 2 * 9
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_in_several_places(compiled: bool) -> None:
+    """Two blocks share their linear layer, and each uses it twice; a scale is used by both themselves."""
+    torch.manual_seed(0)
+    shared, scale = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    def block(x: Tensor) -> Tensor:
+        return x + scale * shared(torch.tanh(shared(x)))
+
+    run: Any = block
+    if compiled:
+        torch.compiler.reset()
+        run = torch.compile(block, backend=splitting_backend("aot_eager"))
+    x, gradient = torch.randn(2, 4, 8).unbind()
+    x.requires_grad_()
+    leaves = x, scale, *shared.parameters()
+    expected = torch.autograd.grad(block(block(x)), leaves, gradient)
+    with saving_for_two_passes():
+        y = run(run(x))
+    (found,), work = backward_input([y], [gradient], [x])
+    backward_weight(work)
+    torch.testing.assert_close([found, *(w.grad for w in leaves[1:])], [*expected])
+
+
+CASES_OF_GRAPHS: dict[str, Callable[..., Any]] = {
+    "once directly and once through an operation": lambda x, w, v: (x @ w).tanh() @ (w @ v),
+    "product with itself": lambda x, w, v: x * w[0] * (w[0] + 1) @ v,
+    "an output that is a view": lambda x, w, v: (x @ w @ v).view(2, 2, 8).transpose(0, 1),
+    "an output without the input": lambda x, w, v: (x @ w, v * 2),
+    "a function, of a weight and what is computed from it": lambda x, w, v: _Product.apply(
+        _Product.apply(x, w * 2).tanh(), w
+    ),
+}
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():  # a backward pass within
+            y = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.grad((y * y).sum(), y)
+        return grads[0] @ ctx.saved_tensors[1].T, ctx.saved_tensors[0].T @ grads[0]
+
+
+@pytest.mark.parametrize("name", CASES_OF_GRAPHS)
+def test_graphs_of_every_kind(name: str) -> None:
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(n, 8, requires_grad=True) for n in (4, 8, 8))
+    w.register_hook(lambda gradient: 2 * gradient)
+    compute = CASES_OF_GRAPHS[name]
+
+    def outputs() -> list[Tensor]:
+        found = compute(x, w, v)
+        return [*found] if isinstance(found, tuple) else [found]
+
+    gradients = [torch.randn_like(y) for y in outputs()]
+    torch.autograd.backward(outputs(), gradients)
+    expected = [leaf.grad for leaf in (x, w, v)]
+    w.grad = v.grad = None
+    with saving_for_two_passes():
+        found = outputs()
+    (of_x,), work = backward_input(found, gradients, [x])
+    assert w.grad is None and v.grad is None
+    backward_weight(work)
+    torch.testing.assert_close([of_x, w.grad, v.grad], expected)
+
+
+def test_compiled_programs_of_weights_computed_outside_and_of_any_length() -> None:
+    w, t = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+    torch.compiler.reset()
+    block = torch.compile(lambda x, t: (x @ w) * t, backend=splitting_backend("aot_eager"))
+    for length in (4, 6, 9):  # from the second on, for any length
+        x, gradient = torch.randn(2, length, 8).unbind()
+        x.requires_grad_()
+        expected = torch.autograd.grad((x @ w) * t.tanh(), (x, w, t), gradient)
+        w.grad = t.grad = None
+        with saving_for_two_passes():
+            y = block(x, t.tanh())
+        (found,), work = backward_input([y], [gradient], [x])
+        backward_weight(work)
+        torch.testing.assert_close([found, w.grad, t.grad], [*expected])

@@ -27,7 +27,6 @@ from .torch_compat import (
     CompileEvent,
     allow_programs,
     compile_events,
-    find_backend,
     keep_random_state_in_graphs,
     set_memory_budget,
 )
@@ -87,9 +86,7 @@ def apply_compile(
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
     settings |= {} if mode == "default" else {"mode": mode}
     if splits_backward:
-        settings["backend"] = splitting_backend(
-            find_backend(backend, settings.pop("mode", None))
-        )
+        settings["backend"] = splitting_backend(backend, settings.pop("mode", None))
     set_memory_budget(memory_budget)
     containers = [container] if isinstance(container, str) else container
     if len(containers) > 1:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,11 +49,17 @@ class _InputPass:
 
     def __init__(self, kept: set[Node]) -> None:
         self.kept = kept
+        self._task = 0
         self._node: Node | None = None
         self._read: list[_Saved] = []
 
     def reads(self, saved: _Saved) -> None:
-        node = torch._C._current_autograd_node()
+        node, task = torch._C._current_autograd_node(), torch._C._current_graph_task_id()
+        self._task = self._task or task + 1
+        if (
+            task + 1 != self._task
+        ):  # a backward pass within an operation's, which may read again
+            return
         if node is not self._node:
             self.free()
             self._node = node
@@ -90,20 +96,24 @@ class _Recomputed(saved_tensors_hooks):
 
     def __init__(self, frame: Any) -> None:
         self.frame: Any = frame
-        self.saved: list[weakref.ref[_Saved]] = []
+        self.saved: list[tuple[weakref.ref[_Saved], Any]] = []
         super().__init__(self._pack, _unpack)
 
-    def _pack(self, _: Tensor) -> _Saved:
+    def _pack(self, value: Tensor) -> _Saved:
         saved = _Saved(None, self._recompute)
-        self.saved.append(weakref.ref(saved))
+        self.saved.append((weakref.ref(saved), (value.shape, value.dtype)))
         return saved
 
     def _recompute(self) -> None:
         frame, self.frame = self.frame, None
-        missing = [saved() for saved in reversed(self.saved)]
+        missing = self.saved[::-1]
 
         def fill(value: Tensor) -> None:
-            if (saved := missing.pop()) is not None:
+            found, kind = missing.pop()
+            if kind != (value.shape, value.dtype):
+                what = f"saved {value.shape}, {value.dtype} in place of {kind}"
+                raise RuntimeError(f"a recomputed block {what}")
+            if (saved := found()) is not None:
                 saved.value, saved.recompute = value.detach(), None
             if not missing:
                 raise _Stop
@@ -128,12 +138,12 @@ class WeightPass:
 
     Attributes:
         later: operations that compute gradients of weights: the operation, the gradients of its results, and the weights.
-        found: gradients that I has found, and the edges that they belong to.
+        found: weights whose gradients I has found, and these.
         owners: edges that keep the graph alive, since a Python function in it does not.
     """
 
     later: list[tuple[Node, tuple[Tensor | None, ...], list[Tensor]]]
-    found: list[tuple[GradientEdge, Tensor]]
+    found: list[tuple[Tensor, Tensor]]
     owners: list[GradientEdge]
 
 
@@ -157,28 +167,32 @@ def backward_input(
     ]
     wanted: list[Any] = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     owners = [get_gradient_edge(x) for x, _ in pairs]
-    ends = [get_gradient_edge(x).node for x in wanted]
-    path = torch_compat.nodes_between([edge.node for edge in owners], ends)
-    branches: dict[Any, Any] = {node: _branches(node, path) for node in path}
-    users = Counter(node for _, below in branches.values() for node in below)
-    now: dict[tuple[Node, int], Any] = {}
+    roots = [edge.node for edge in owners]
+    path = torch_compat.nodes_between(roots, [get_gradient_edge(x).node for x in wanted])
+    branches: dict[Any, _Branches] = {n: _branches(n, path) for n in {*path, *roots}}
+    users = Counter(node for found in branches.values() for node in found.below)
+    now: dict[Any, Any] = {}  # weights, with their operation
     later: dict[Any, list[Tensor]] = {}
-    for node, (edges, below) in branches.items():
-        is_shared = any(users[n] > 1 for n in below)
-        if is_shared or isinstance(node, _FUNCTION):
-            now |= dict.fromkeys(edges, node)
-        if edges and not is_shared:
-            later[node] = [n.variable for n in below if n.name().endswith("AccumulateGrad")]
-            if isinstance(node, _FUNCTION):
+    for node, found in branches.items():
+        is_function = isinstance(node, _FUNCTION)
+        # Without a way to an input, I would not come here at all.
+        is_shared = node not in path or any(users[n] > 1 for n in found.below)
+        is_shared |= is_function and found.is_mixed
+        if is_shared or is_function:
+            now |= dict.fromkeys(found.weights, node)
+        if found.below and not is_shared:
+            own = found.direct if is_function else found.weights
+            later[node] = [n.variable for n in own]
+            if is_function:
                 vars(node)["kept_for_weights"] = None
     seen: dict[Node, Any] = {}
     hooks = [node.register_prehook(partial(seen.__setitem__, node)) for node in later]
     kept = {node for node in later if not isinstance(node, _FUNCTION)}
     before, _input_pass = _input_pass, _InputPass(kept)
     try:
-        found = torch.autograd.grad(
+        found_now = torch.autograd.grad(
             [x for x, _ in pairs],
-            [*wanted, *(GradientEdge(*edge) for edge in now)],
+            [*wanted, *(GradientEdge(node, 0) for node in now)],
             [g for _, g in pairs],
             retain_graph=True,
             allow_unused=True,
@@ -189,47 +203,75 @@ def backward_input(
         for hook in hooks:
             hook.remove()
     for x in outputs:
-        x.detach_()
+        if not x._is_view():  # autograd detaches no view in place
+            x.detach_()
     # Of the functions, compiled blocks run again.
     kept |= {n for n in later.keys() - kept if n.kept_for_weights is not None}
-    of_weights = zip(now.items(), found[len(wanted) :], strict=True)
+    again = {w for n in kept for w in branches[n].direct}
+    of_weights = zip(now, found_now[len(wanted) :], strict=True)
     work = WeightPass(
-        [(n, seen[n], later[n]) for n in kept if n in seen],
-        [(GradientEdge(*e), g) for (e, n), g in of_weights if g is not None and n not in kept],
+        [(n, seen[n], later[n]) for n in kept if n in seen and later[n]],
+        [(w.variable, g) for w, g in of_weights if g is not None and w not in again],
         owners,
     )
-    of_inputs = dict(zip(map(id, wanted), found, strict=False))
+    of_inputs = dict(zip(map(id, wanted), found_now, strict=False))
     return tuple(of_inputs.get(id(x)) for x in inputs), work
 
 
-def _branches(node: Node, path: set[Node]) -> tuple[list[tuple[Node, int]], set[Node]]:
-    """Return the edges of an operation that lead to weights alone, and all that lies below them."""
-    edges = [(n, k) for n, k in node.next_functions if n is not None and n not in path]
-    below, rest = set(), [n for n, _ in edges]
+@dataclass
+class _Branches:
+    """What an operation leads to, apart from inputs.
+
+    Attributes:
+        below: all of it.
+        weights: its leaves.
+        direct: leaves that are parameters and arguments of the operation.
+        is_mixed: one of these is also below another argument.
+    """
+
+    below: set[Any]
+    weights: list[Any]
+    direct: list[Any]
+    is_mixed: bool
+
+
+def _branches(node: Node, path: set[Node]) -> _Branches:
+    children: list[Any] = [n for n, _ in node.next_functions if n is not None and n not in path]
+    leaves = {n for n in children if _is_leaf(n)}
+    direct = [n for n in leaves if isinstance(n.variable, nn.Parameter)]
+    below, rest = set[Any](), [n for n in children if n not in leaves]
     while rest:
         if (n := rest.pop()) not in below:
             below.add(n)
             rest += [child for child, _ in n.next_functions if child is not None]
-    return edges, below
+    found = below | leaves
+    return _Branches(found, [*filter(_is_leaf, found)], direct, bool(below & leaves))
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name().endswith("AccumulateGrad")
 
 
 def backward_weight(work: WeightPass) -> None:
     """Add the gradients of the weights that `backward_input` left."""
-    if work.found:
-        torch_compat.run_backward(*zip(*work.found, strict=True))
-        work.found.clear()
+    while work.found:  # not by autograd, which would call hooks of weights again
+        weight, gradient = work.found.pop()
+        weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
     while work.later:
         node, given, weights = work.later.pop()
         pairs = [(GradientEdge(node, n), g) for n, g in enumerate(given) if g is not None]
         torch_compat.run_backward(*zip(*pairs, strict=True), weights=weights)
 
 
-def splitting_backend(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backend of torch.compile whose backward programs can run in two parts.
+@cache
+def splitting_backend(name: str, mode: str | None = None) -> Callable[..., Any]:
+    """Return a backend of torch.compile whose backward programs can run in two parts: one object, as programs are shared.
 
     Args:
-        backend: a backend that compiles by AOTAutograd: a function of a graph and its inputs.
+        name: name of a backend that compiles by AOTAutograd.
+        mode: mode of inductor.
     """
+    backend = torch_compat.find_backend(name, mode)
     torch_compat.keep_saved_tensors()
 
     def compile(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
@@ -296,6 +338,8 @@ def _placeholder(node: Any) -> Any:
     value = node.meta["val"] if isinstance(node, fx.Node) else node
     if not isinstance(value, Tensor):  # None, or the mesh of a DTensor
         return value
+    if any(isinstance(n, torch.SymInt) for n in value.shape):
+        return None  # no weight, and not read
     return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 

@@ -39,7 +39,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.pipelining import _backward
 
 # The place of a shard in the whole tensor. DCP's own planner asks it, too.
 from torch.distributed.tensor._utils import (
@@ -326,6 +325,8 @@ def run_backward(
 
 def nodes_between(roots: list[Any], ends: list[Any]) -> set[Any]:
     """Return the nodes of autograd's graph on all ways from `roots` to `ends`."""
+    from torch.distributed.pipelining import _backward  # a second, which only pipelines need
+
     return _backward.reverse_closure(ends, set(), _backward.construct_reverse_graph(roots))[0]
 
 

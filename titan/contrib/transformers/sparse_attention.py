@@ -41,6 +41,7 @@ from titan.parallel.context import shard_sequence, unshard_sequence
 from titan.parallel.documents import DocumentMask
 from titan.parallel.module_kinds import RouteSource, SequenceModule, modules_of
 from titan.parallel.ring import SequencePart
+from titan.parallel.selective import outside_selection
 from titan.parallel.traits import BlockTraits
 
 from .errors import UnsupportedModelError
@@ -276,7 +277,9 @@ class SparseAttention(SequenceModule):
             chosen = source.get(self, q_BSID) if chosen is None else chosen
         if chosen is None:
             visible = self.visible(q_BSID.shape[1], q_BSID.device)
-            chosen = self.choose(q_BSID, k_BTD, w_BSI, visible)
+            # A recomputation leaves it out, and counts products alike.
+            choose = outside_selection(self.choose)
+            chosen = choose(q_BSID, k_BTD, w_BSI, visible)
         for source in self.route_sources:
             source.put(self, chosen)
         return chosen
