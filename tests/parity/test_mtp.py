@@ -70,10 +70,15 @@ def test_equals_one_process(name: str, references, pool: Pool) -> None:
     assert max(found.values()) < layouts.BOUND, found
 
 
+VALIDATED = {"enable": True, "freq": 1, "steps": 1}
+
+
 def run(folder: Path, parallelism: dict[str, int]) -> None:
     changes = {"parallelism": parallelism, "model": {"overrides": {"n_layers": 3, **dict(TWO)}}}
     training = {"global_batch_size": 8, "local_batch_size": 2, "steps": 2}
-    config = job(folder, base=with_changes(SMALL, training=training, **changes))
+    config = job(
+        folder, base=with_changes(SMALL, training=training, validation=VALIDATED, **changes)
+    )
     run_to_end(PoolTrainer(config))
 
 
@@ -92,4 +97,5 @@ def test_the_loss_of_further_targets_is_a_column(pool: Pool, tmp_path: Path) -> 
             alone["loss"], rel=1e-4
         )
         assert pipeline["mtp_loss"] == pytest.approx(alone["mtp_loss"], rel=1e-5)
-        assert pipeline["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        for name in ("loss", "validation_loss"):
+            assert pipeline[name] == pytest.approx(alone[name], rel=1e-5)

@@ -192,7 +192,7 @@ class NextToken(Task[Batch]):
         return texts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a pipeline's runners have it as a key
 class MTPLoss:
     """Loss of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 24 and 25).
 
