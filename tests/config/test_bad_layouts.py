@@ -31,7 +31,6 @@ from tests.support.drawn_layouts import (
     MICROBATCH,
     PER_STAGE,
     PP,
-    RESHARD,
     ROTATE,
     SCHEDULE,
     SCHEDULES,
@@ -122,10 +121,8 @@ def _pipeline_rules(case: Case) -> set[str]:
     pp, size = case.get(PP, 1), case.get(MICROBATCH, 1)
     if pp == 1:
         return set()
-    own, fills, rounds, splits = SCHEDULES[case.get(SCHEDULE, "1F1B")]
+    own, fills, rounds, _ = SCHEDULES[case.get(SCHEDULE, "1F1B")]
     broken = set()
-    if splits and case.get(RESHARD, "default") == "always":
-        broken.add("reshard")
     if case.get(BATCH, 8) % size:
         return broken | {"microbatch size"}
     if case.model.get("tied_embeddings"):
