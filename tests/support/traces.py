@@ -243,7 +243,7 @@ def count_real_operations(config: JobConfig) -> Counter[str]:
 
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
-    """What this rank really sends."""
+    """Transfers that this rank really starts."""
     counter = watched(config, CountTransfers())
     return counter.counts, counter.bytes
 

@@ -134,7 +134,7 @@ class _Stop(Exception):
 
 @dataclass
 class WeightPass:
-    """What is left for W after I.
+    """Work that I leaves for W.
 
     Attributes:
         later: operations that compute gradients of weights: the operation, the gradients of its results, and the weights.
@@ -220,7 +220,7 @@ def backward_input(
 
 @dataclass
 class _Branches:
-    """What an operation leads to, apart from inputs.
+    """Part of the graph that an operation leads to, without the ways to inputs.
 
     Attributes:
         below: all of it.
@@ -334,7 +334,7 @@ def _compile_parts(
 
 
 def _placeholder(node: Any) -> Any:
-    """Return a gradient that nobody reads, of the right shape, without memory of its own."""
+    """Return a gradient that nobody reads: it has the right shape and takes no memory."""
     value = node.meta["val"] if isinstance(node, fx.Node) else node
     if not isinstance(value, Tensor):  # None, or the mesh of a DTensor
         return value

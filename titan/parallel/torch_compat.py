@@ -252,7 +252,7 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
 
 
 def keep_saved_tensors() -> None:
-    """Let no graph compiled from now on reuse the memory of what its forward pass saved, which a second part of its backward pass reads."""
+    """Keep the tensors that forward passes saved: no graph compiled from now on reuses their memory, which W reads."""
     from torch._functorch import config
 
     config.donated_buffer = False

@@ -285,7 +285,7 @@ def _sizes(
     matrices = (p for p in model.layers.parameters() if p.ndim > 1)
     matmuls = sum(p.numel() * share.get(p, 1) for p in matrices)
     most = max(heads.values())
-    # A layer without an indexer of its own reads the choice of another.
+    # A layer that has no indexer reads another layer's choice.
     choosing = [s for s in modules_of(model, SparseAttention).values() if s.width]
     index_heads = model.hf.config.to_dict().get("index_n_heads", 0)
     return TransformersConfig(

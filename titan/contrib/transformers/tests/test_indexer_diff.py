@@ -1,4 +1,4 @@
-"""`titan diff` on a model that chooses its keys: a choice that differs is told as a tie or a flip, not as a wrong number."""
+"""`titan diff` on a model that chooses its keys: where choices differ, it reports a tie or a flip, and not a wrong number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def choose(bug: str, sparse: SparseAttention, *scored: Any) -> Tensor:
 
 
 def recorded(layout: Layout, bug: str, perturbed: int) -> RecordedStep:
-    """Run on each rank: one step, with a choice of its own in the second layer."""
+    """Run on each rank: one step, in which the second layer chooses other keys."""
     mesh = build_mesh("cpu", **dict(layout.degrees))
     step = build_step(job_of(layout, steps=1), mesh)
     [model] = step.model_parts

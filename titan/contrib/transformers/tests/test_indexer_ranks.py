@@ -198,7 +198,7 @@ def test_equals_one_process(kind: str, layout: Layout, alone: Any, pool: Pool) -
 @pytest.mark.parametrize("layout", TIED, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_ties(kind: str, layout: Layout, alone: Any, pool: Pool) -> None:
-    """Of keys with equal scores the earliest are chosen, the same on each layout, and once: not again in a recomputation."""
+    """The earliest of keys with equal scores are chosen, the same on each layout, and once: not again in a recomputation."""
     model, expected = alone(kind, LEARNS, tied)
     assert expected["ties"] > 0.1
     results = check(pool, replace(layout, model=model), expected, LEARNS, tied)
