@@ -243,7 +243,7 @@ def count_real_operations(config: JobConfig) -> Counter[str]:
 
 
 def count_real_transfers(config: JobConfig) -> tuple[Counter[Any], Counter[Any]]:
-    """Transfers that this rank really starts."""
+    """Count the transfers that this rank really starts, and their bytes."""
     counter = watched(config, CountTransfers())
     return counter.counts, counter.bytes
 
