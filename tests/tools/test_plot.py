@@ -109,9 +109,10 @@ def test_curves_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_panels_of_what_was_evaluated() -> None:
     rows = [
         {"step": 1, "bits_per_byte": 4.0},
-        {"step": 2, "eval/t/acc": 0.5, "eval/t/nats": 1.0},
+        {"step": 2, "eval/t/acc": 0.5, "eval/t/nats": 1.0, "source_loss/x": 1.0},
     ]
-    expected = [("bits per byte", ["bits_per_byte"]), ("accuracy", ["eval/t/acc"])]
+    by_source = ("loss by source", ["source_loss/x"])
+    expected = [by_source, ("bits per byte", ["bits_per_byte"]), ("accuracy", ["eval/t/acc"])]
     assert [*panels({"run": rows})] == expected
     assert [*panels({"run": [{"step": 1, "loss": 2.0}]})] == []
 

@@ -7,14 +7,19 @@ including the one that is being imported.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from titan.base.untrusted import read_lines
+
 from .errors import KeyPath, UnknownValue
 from .plug_ins import plug_ins_by_name
+
+_ROW = re.compile(r".+:\d{1,12}")  # SOURCE:ROW
 
 
 def _split_commas(value: Any) -> Any:
@@ -33,6 +38,23 @@ def _numbers(value: Any) -> Any:
     return [int(part) if part.isdecimal() else part for part in parts] if is_text else parts
 
 
+def _rows(value: Any) -> Any:
+    """Replace files among rows by their lines, so that the resolved job names every row."""
+    found = []
+    for entry in _split_commas(value):
+        if not isinstance(entry, str) or _ROW.fullmatch(entry):
+            found.append(entry)
+            continue
+        file = Path(entry).expanduser()
+        if not file.exists():
+            raise ValueError(f"{entry!r} is neither SOURCE:ROW nor a file")
+        for number, line in read_lines(file):
+            if not _ROW.fullmatch(line.strip()):
+                raise ValueError(f"{entry}, line {number}: not SOURCE:ROW")
+            found.append(line.strip())
+    return found
+
+
 def _not_zero(value: int) -> int:
     if value == 0:
         raise ValueError("must be at least 1, or -1")
@@ -41,6 +63,7 @@ def _not_zero(value: int) -> int:
 
 # Types of fields.
 StrList = Annotated[list[str], BeforeValidator(_split_commas)]
+RowList = Annotated[list[str], BeforeValidator(_rows)]
 LIMIT = 2**31 - 1
 """Largest count of anything. A larger count is a mistake, and would overflow somewhere in torch."""
 Positive = Annotated[int, Field(ge=1, le=LIMIT)]

@@ -29,6 +29,7 @@ from .base import (
     Permission,
     Positive,
     PositiveOrAuto,
+    RowList,
     Section,
     TokenFiles,
     completed,
@@ -434,6 +435,9 @@ class DataSection(Section):
     then not predicted from the document before it."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents, chosen by a hash, kept from training for validation."""
+    skip: RowList = []
+    """Documents not to train on: SOURCE:ROW, as `titan audit --rows` prints them, or files of such
+    lines. Their tokens become padding from now on, and all other samples stay as they are."""
     cache_folder: Annotated[str, Permission("write")] = ""
     """Folder for tokenized text. Empty: titan/ in the user's cache folder."""
 

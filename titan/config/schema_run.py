@@ -406,6 +406,8 @@ class DebugSection(Section):
     record_steps: PositiveList = []
     """Steps to record in the folder recorded of the run: digests of each module's output, and of each
     parameter's gradient and update, for `titan diff`. See docs/numerics.md."""
+    document_losses: NonNegative = 0
+    """Step whose documents are measured, each with its loss, in documents.json of the run. `titan audit --rows` sets it. 0: none."""
     record_perturbed: NonNegative = 0
     """Seed of a disturbance of the recorded steps: outputs of modules change by one unit in the last
     place. The spread from the same run without it is what rounding does. 0: none."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from titan.data import DataError
 from titan.data.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _Batch = TypeVar("_Batch", bound="TensorBatch")
+SOURCE_SHIFT = 40  # bits of a document's number below that of its source
+_NO_NUMBERS = "the documents have no numbers, as those of streams and synthetic text"
 State = dict[str, Any]
 """A JSON-able place in the data, which a checkpoint keeps."""
 
@@ -52,6 +55,10 @@ class TensorBatch:
     def pin_memory(self: _Batch) -> _Batch:
         """Return the batch in page-locked memory."""
         return self.map(lambda _, tensor: tensor.pin_memory())
+
+    def with_sources(self: _Batch, sources_B: Tensor) -> _Batch:
+        """Return the batch with the number of each sample's source, int64, for the loss of each source."""
+        return self
 
     def ignore_from(self, row: int) -> None:
         """Exclude the samples from index `row` on from the loss, in place."""
@@ -109,6 +116,20 @@ class Samples(ABC):
         Text samples are int64[len(indices), seq_len + 1].
         """
 
+    def sources(self, indices: np.ndarray) -> np.ndarray | None:
+        """Return the number of each sample's source, int64, or None if all samples have one source."""
+        return None
+
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Return the number of each token's document, int64[len(indices), seq_len + 1], negative for padding.
+
+        Documents are counted from 0 in the order of their files, and source s of a blend begins at s << SOURCE_SHIFT.
+
+        Raises:
+            DataError: the documents have no numbers.
+        """
+        raise DataError(_NO_NUMBERS)
+
     def seek(self, position: int, *, bookmark: Any = None) -> None:  # noqa: B027
         """Prepare to read from `position` on.
 
@@ -141,6 +162,17 @@ class Source(Samples):
     """Samples of one source of text. Their length may change, and numbers count sequences of the present length."""
 
     _seq_len: int
+
+    def leave_out(self, rows: Sequence[int]) -> None:
+        """Read the tokens of documents as padding.
+
+        Args:
+            rows: numbers of the documents in this source.
+
+        Raises:
+            DataError: the documents have no such numbers.
+        """
+        raise DataError(_NO_NUMBERS)
 
     def resize(self, seq_len: int) -> None:
         """Switch to sequences of `seq_len` + 1 tokens."""

@@ -24,6 +24,7 @@ samples.py makes these samples for `data.packing = "best_fit"`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -74,14 +75,14 @@ class BestFitSamples(ShardSamples):
                 write_atomically(file, content.getvalue(), durable=False)
         return np.load(file, mmap_mode="r").view(np.ndarray)
 
-    def _row(self, place: int) -> np.ndarray:
+    def _row(self, place: int, read: Callable[..., np.ndarray]) -> np.ndarray:
         number = int(self._ends.searchsorted(place, side="right"))
-        plan, tokens = self._plans[number], self._shards.tokens_of(number)
+        plan, begin = self._plans[number], self._shards.begin_of(number)
         local = place - (int(self._ends[number - 1]) if number else 0)
         first, end = plan[0].searchsorted([local, local + 1])
         row, filled = np.full(self._seq_len + 1, IGNORED, dtype=np.int64), 0
         for start, length in plan[1:, first:end].T.tolist():
-            row[filled : filled + length] = tokens[start : start + length]
+            row[filled : filled + length] = read(begin + start, count=length)
             filled += length
         return row
 

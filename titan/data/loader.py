@@ -190,7 +190,7 @@ class Loader(Generic[B]):
             return iter(self._validation)
         # Epoch 0 has the same permutation each time, so the samples are the same too.
         self.samples.seek(0)
-        batches = (self._make_batch(step * stride, end=num_samples) for step in range(steps))
+        batches = (self.make_batch(step * stride, end=num_samples) for step in range(steps))
         if num_samples is None:
             self._validation = [*batches]
             return iter(self._validation)
@@ -235,11 +235,11 @@ class Loader(Generic[B]):
             first = _after_skipped(position, num_samples, skipped)
             # Read the samples in between and drop them, since a stream cannot skip samples.
             for begin in range(position, first, self.share.stride):
-                self._make_batch(begin)
+                self.make_batch(begin)
             position = first
             batches = []
             for _ in range(self._accumulation):
-                batches.append(self._make_batch(position))
+                batches.append(self.make_batch(position))
                 position += self.share.stride
             # Taken after the last micro-batch: the state belongs to the step, not to what is read ahead.
             bookmark = self.samples.bookmark()
@@ -247,14 +247,17 @@ class Loader(Generic[B]):
             state |= {"bookmark": bookmark} if bookmark else {}
             yield _Step(batches, state)
 
-    def _make_batch(self, begin: int, *, end: int | None = None) -> B:
+    def make_batch(self, begin: int, *, end: int | None = None) -> B:
         """Return the rank's part of the stride of samples that begins at `begin`. Ignore samples from `end` on."""
         # The samples of a rank are consecutive. The samples of all ranks make the stride.
         first = begin + self.share.rank * self.share.batch
         part = self.samples.part()
         numbers = np.arange(first, first + self.share.batch)
-        rows = self.samples.get(numbers if part is None else numbers - part.first)
-        batch = self._collate(rows, first_sample=first)
+        numbers -= 0 if part is None else part.first
+        batch = self._collate(self.samples.get(numbers), first_sample=first)
+        sources = self.samples.sources(numbers)
+        if sources is not None and isinstance(batch, TensorBatch):
+            batch = batch.with_sources(torch.from_numpy(sources))
         if end is not None:
             batch.ignore_from(max(end - first, 0))
         return batch.pin_memory() if self._pin else batch

@@ -28,6 +28,7 @@ class Batch(TensorBatch):
         "labels_BS",
         "positions_BS",
         "document_ids_BS",
+        "groups_BS",
         "mtp_targets_BSM",
         "mtp_labels_BSM",
     )
@@ -42,6 +43,8 @@ class Batch(TensorBatch):
     cu_seqlens_BN: Tensor | None = None
     """int32: end of each document within its sequence, without a leading 0 and padded with S, from
     `titan.parallel.documents.document_cu_seqlens`. Equal on all context-parallel ranks."""
+    groups_BS: Tensor | None = None
+    """Group of each label, by which the loss is summed (titan/losses/groups.py), or None."""
 
     mtp_targets_BSM: Tensor | None = None
     """int64[B, S, M]: inputs of multi-token prediction. Module m = 0, 1, ... reads the token m + 1 places ahead."""
@@ -68,6 +71,9 @@ class Batch(TensorBatch):
             mtp_targets_BSM=torch.stack(tokens, dim=-1),
             mtp_labels_BSM=torch.stack(labels, dim=-1),
         )
+
+    def with_sources(self, sources_B: Tensor) -> Batch:
+        return replace(self, groups_BS=sources_B[:, None].repeat(1, self.tokens_BS.shape[1]))
 
     def ignore_from(self, row: int) -> None:
         """Ignore the labels of the samples from index `row` on, in place."""

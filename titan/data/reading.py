@@ -348,10 +348,11 @@ def read_parquet(
                             f"{file}: its {size:,} bytes hold more than {most_chars:,} characters, which no text does; "
                             "replace the file or leave it out"
                         )
-                    place = where if take is None else f"{file}, row {row}"
-                    fields = from_parquet(value, where=place)
+                    place = f"{file}, row {row}"
+                    fields = from_parquet(value, where=where if take is None else place)
                     if take is None:
-                        yield row_text(plain_text(fields.get(key), key, where=where), others)
+                        text = plain_text(fields.get(key), key, where=where)
+                        yield row_text(text, others, where=place)
                     else:
                         yield take(fields | dict.fromkeys(others, True), key, where=place)
             meter.here = size * (number + 1) // table.num_row_groups

@@ -27,12 +27,13 @@ class RowText(str):
     """Text of a row, with the row's keys that nothing read."""
 
     unread: tuple[str, ...] = ()
+    where: str = ""
 
 
-def row_text(text: str, unread: Iterable[str]) -> RowText:
-    """Return the text with the row's keys that nothing read."""
+def row_text(text: str, unread: Iterable[str], *, where: str) -> RowText:
+    """Return the text with the row's keys that nothing read, and its place."""
     found = RowText(text)
-    found.unread = tuple(unread)
+    found.unread, found.where = tuple(unread), where
     return found
 
 
@@ -94,7 +95,7 @@ def field(row: Any, key: str, *, where: str) -> RowText:
             max(texts, key=lambda name: texts[name], default=""),
         )
     others = (name for name, value in fields.items() if name != key and value is not None)
-    return row_text(plain_text(fields[key], key, where=where), others)
+    return row_text(plain_text(fields[key], key, where=where), others, where=where)
 
 
 def from_parquet(value: Any, *, where: str) -> Any:

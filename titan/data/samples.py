@@ -9,7 +9,7 @@ sample has in its source (order.Blend).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,13 @@ import numpy as np
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import DatasetPhase, Samples, Source, State
+from titan.data.base import SOURCE_SHIFT, DatasetPhase, Samples, Source, State
 from titan.data.cache import cached_shards
 from titan.data.conversations import conversations
 from titan.data.order import Blend, derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples, open_shards
 from titan.data.shards import TokenShards
-from titan.data.sources import TextStream, open_documents
+from titan.data.sources import TextStream, open_documents, source_names
 from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import StreamSamples
 from titan.data.unread import unread_line
@@ -100,14 +100,29 @@ class BlendSamples(Samples):
         marks = [part.bookmark() for part in self._parts]
         return {"parts": marks} if any(marks) else None
 
+    def sources(self, indices: np.ndarray) -> np.ndarray | None:
+        if len(self._parts) == 1:
+            return None
+        return np.array([self._blend.locate(int(index))[0] for index in indices])
+
     def get(self, indices: np.ndarray) -> np.ndarray:
+        return self._gather(indices, lambda part, numbers: part.get(numbers))
+
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        found_BT = self._gather(indices, lambda part, numbers: part.documents(numbers))
+        sources_B1 = np.array([[self._blend.locate(int(index))[0]] for index in indices])
+        return np.where(found_BT < 0, found_BT, found_BT + (sources_B1 << SOURCE_SHIFT))
+
+    def _gather(
+        self, indices: np.ndarray, read: Callable[[Source, np.ndarray], np.ndarray]
+    ) -> np.ndarray:
         sources, places = np.array([self._blend.locate(int(index)) for index in indices]).T
         # One call for each source, with all of its samples.
         rows: dict[int, np.ndarray] = {}
         for number, part in enumerate(self._parts):
             if len(here := np.flatnonzero(sources == number)):
                 numbers = places[here] + self._starts[number]
-                rows.update(zip(here.tolist(), part.get(numbers), strict=True))
+                rows.update(zip(here.tolist(), read(part, numbers), strict=True))
         return np.stack([rows[slot] for slot in range(len(indices))])
 
 
@@ -123,11 +138,27 @@ def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Sa
     """
     # The number gives two sources of equal text different orders.
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
+    if options.split == "train" and options.data.skip:
+        _leave_out(options.data.skip, dict(zip(source_names(sources), parts, strict=True)))
     if len(parts) == 1 and not options.longest:
         return parts[0]
     weights = [s.source_of(source).weight for source in sources]
     key = derive_key(options.seed, options.split, "blend")
     return BlendSamples(parts, weights=weights, key=key, seq_len=options.seq_len)
+
+
+def _leave_out(entries: Sequence[str], sources: Mapping[str, Source]) -> None:
+    """Leave documents, as SOURCE:ROW, out of their sources."""
+    rows: dict[str, list[int]] = {}
+    for name, _, row in (entry.rpartition(":") for entry in entries):
+        rows.setdefault(name, []).append(int(row))
+    for name, numbers in rows.items():
+        if name not in sources:
+            raise DataError(f"data.skip names '{name}'; the sources are {', '.join(sources)}")
+        try:
+            sources[name].leave_out(numbers)
+        except DataError as error:
+            raise DataError(f"data.skip names rows of '{name}': {error}") from None
 
 
 def _open_source(section: s.Section, number: int, options: SampleOptions) -> Source:

@@ -11,6 +11,7 @@ samples.py chooses between this file and best_fit.py, which builds on it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,18 +135,28 @@ class ShardSamples(Source):
             windows[here], piece[here] = begin + rows // pieces, rows % pieces
         return permute(windows, length=num_windows, key=key) * pieces + piece
 
-    def _row(self, place: int) -> np.ndarray:
+    def _row(self, place: int, read: Callable[..., np.ndarray]) -> np.ndarray:
         # Consecutive sequences overlap in one token: the last label of a sequence is the first input of the next sequence.
-        return self._shards.read(place * self._seq_len, count=self._seq_len + 1)
+        return read(place * self._seq_len, count=self._seq_len + 1)
 
     def get(self, indices: np.ndarray) -> np.ndarray:
+        return self._shards.check(self._rows(indices, self._shards.read))
+
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        return self._rows(indices, self._shards.documents)
+
+    def leave_out(self, rows: Sequence[int]) -> None:
+        self._shards.leave_out(rows)
+
+    def _rows(self, indices: np.ndarray, read: Callable[..., np.ndarray]) -> np.ndarray:
+        """Return what `read(start, count=...)` finds for the tokens of samples."""
         epochs, places = np.divmod(indices, self._num_samples)
         # A batch may span two epochs, which have different permutations.
         for epoch in np.unique(epochs) if self._data.shuffle else ():
             here = epochs == epoch
             key = derive_key(self._key, "epoch", int(epoch))
             places[here] = self._shuffled(places[here], key)
-        return self._shards.check(np.stack([*map(self._row, places.tolist())]))
+        return np.stack([self._row(place, read) for place in places.tolist()])
 
 
 def open_shards(path: str, options: SampleOptions) -> TokenShards:

@@ -9,6 +9,7 @@ it is complete. Until then progress.json, of the same form, lists the finished s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,12 +26,13 @@ from pydantic import (
 from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError, read_json
 from titan.data import DataError
-from titan.data.special_tokens import SpecialTokens, without_kind
+from titan.data.special_tokens import KIND_SHIFT, START, SpecialTokens, without_kind
 from titan.data.unread import Counts
 
 FORMAT = "titan-shards-1"
 INDEX, PROGRESS = "index.json", "progress.json"
 SPLITS = ("train", "validation")
+PADDING = -100  # titan.losses.loss.IGNORED, without torch
 _MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 2**28, 10**7  # enough for a million shards
 
 
@@ -181,9 +183,11 @@ class TokenShards:
         self.special_tokens = SpecialTokens(self.index.bos_id, self.index.eos_id)
         known = (self.index.vocab_size - 1, self.index.bos_id or 0, self.index.eos_id or 0)
         self._num_ids = max(known) + 1
-        self._maps = [self._map(shard) for shard in self.index.splits[split] if shard.tokens]
+        self._shards = [shard for shard in self.index.splits[split] if shard.tokens]
+        self._maps = [self._map(shard) for shard in self._shards]
         self.ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
         self.num_tokens = self.index.total(split)
+        self._left_out = np.zeros((2, 0), dtype=np.int64)  # begins and ends of spans of tokens
 
     def _map(self, shard: Shard) -> np.ndarray:
         file, dtype = self.folder / shard.file, np.dtype(self.index.dtype)
@@ -202,13 +206,77 @@ class TokenShards:
         assert start >= 0 and start + count <= self.num_tokens, "read past the last token"
         # The file that holds the first token, and how far into it that is.
         number = int(self.ends.searchsorted(start, side="right"))
-        begin = start - (int(self.ends[number - 1]) if number else 0)
+        begin = start - self.begin_of(number)
         parts = [self._maps[number][begin : begin + count]]
         while (missing := count - sum(map(len, parts))) > 0:
             # The missing tokens are at the start of the next file.
             number += 1
             parts.append(self._maps[number][:missing])
-        return np.concatenate(parts, dtype=np.int64) if parts[1:] else parts[0].astype(np.int64)
+        tokens = np.concatenate(parts, dtype=np.int64)
+        begins, ends = self._left_out
+        reached = slice(ends.searchsorted(start, "right"), begins.searchsorted(start + count))
+        for begin, end in zip(begins[reached] - start, ends[reached] - start, strict=True):
+            tokens[max(begin, 0) : end] = PADDING
+        return tokens
+
+    def leave_out(self, rows: Sequence[int]) -> None:
+        """Read the tokens of documents as padding.
+
+        Args:
+            rows: numbers of the documents, as `documents` returns them.
+
+        Raises:
+            DataError: no token marks where documents begin, or there are fewer of them.
+        """
+        self._require_marks()
+        ends = np.array([shard.documents for shard in self._shards]).cumsum()
+        if (last := max(rows)) >= ends[-1]:
+            raise DataError(f"there is no row {last}; they end at {ends[-1] - 1}")
+        spans = []
+        for file, shard in enumerate(self._shards):
+            # A document may begin in one file and end in the next.
+            numbers = np.unique(rows) - (ends[file] - shard.documents)
+            numbers = numbers[(numbers >= 0) & (numbers <= shard.documents)]
+            if not numbers.size:
+                continue
+            edges = [[self.begin_of(file)], self._starts(file), [self.ends[file]]]
+            edges = np.concatenate(edges)
+            spans += [edges[n : n + 2] for n in numbers if n + 1 < len(edges)]
+        self._left_out = np.stack(spans, axis=1)
+
+    def documents(self, start: int, *, count: int) -> np.ndarray:
+        """Return the numbers of the documents of `count` tokens from `start` on, int64, counted from 0 over the split.
+
+        Raises:
+            DataError: no token marks where they begin.
+        """
+        self._require_marks()
+        places = np.arange(start, start + count)
+        files = self.ends.searchsorted(places, side="right")
+        numbers = np.array([shard.documents for shard in self._shards]).cumsum()[files]
+        for file in map(int, np.unique(files)):
+            # The tokens of a document that ends in this file come before those of the next one.
+            starts, here = self._starts(file), files == file
+            numbers[here] -= self._shards[file].documents - starts.searchsorted(
+                places[here], "right"
+            )
+        return numbers
+
+    def _require_marks(self) -> None:
+        if not (self.index.kinds or self.special_tokens.marks_boundaries):
+            raise DataError(
+                f"no token marks the documents of '{self.folder}': set data.add_eos"
+            )
+
+    def _starts(self, number: int) -> np.ndarray:
+        """Return where documents begin in a file, but for its first token, which may continue a document."""
+        tokens, marks = self._maps[number][None], self.special_tokens
+        is_start = tokens >> KIND_SHIFT == START if self.index.kinds else marks.starts(tokens)
+        return self.begin_of(number) + 1 + np.flatnonzero(is_start[0, 1:])
+
+    def begin_of(self, number: int) -> int:
+        """Return the number of tokens before a file."""
+        return int(self.ends[number - 1]) if number else 0
 
     def tokens_of(self, number: int) -> np.ndarray:
         """Return the mapped tokens of a file."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import sys
 import sysconfig
 from collections import Counter, deque
@@ -356,6 +357,17 @@ def training_sources(config: s.JobConfig) -> Sequence[s.Section]:
     return config.data.sources or resolve_sources(
         training.dataset, dataset_path=training.dataset_path
     )
+
+
+def source_names(sources: Sequence[s.Section]) -> list[str]:
+    """Return a name for each source: the last part of its path without endings, or its kind, and its number if another one has that name."""
+    names: list[str] = []
+    for number, section in enumerate(sources):
+        source = s.source_of(section)
+        # A glob is named by its folder.
+        name = Path(re.sub(r"/?\*.*", "", source.path or "")).stem or source.type
+        names.append(f"{name}-{number}" if name in names else name)
+    return names
 
 
 _FileSource = s.TextSource | s.JsonlSource | s.CsvSource | s.ParquetSource

@@ -22,7 +22,7 @@ from titan.data.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 # Keys of [data] that do not decide which sample comes next. `order_of` looks at the sources.
-_OF_SAMPLES = ("sources", "cache_folder", "reset_positions", "document_mask")
+_OF_SAMPLES = ("sources", "skip", "cache_folder", "reset_positions", "document_mask")
 
 
 def collate_rows(samples: Samples, data: s.DataSection) -> Collate:

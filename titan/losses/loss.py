@@ -20,7 +20,7 @@ N tokens, C tokens of a chunk, D model, V vocabulary or this rank's shard of it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan.losses.groups import GroupSums
 from titan.losses.loss_kernels import Kernels
 from titan.losses.vocabulary import (
     IGNORED,
@@ -175,6 +176,9 @@ def _one_chunk(
     shard, kernels = of.shard, of.kernels or Kernels()
     if of.custom is not None:
         return _custom_chunk(logits_CV, labels_C, of.custom, shard, gradient_dtype)
+    groups_C = labels_C
+    if of.groups.count:
+        labels_C, groups_C = of.groups.split(labels_C)
     is_valid_C = labels_C != IGNORED
     column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
     if shard is not None:
@@ -190,7 +194,10 @@ def _one_chunk(
             lse_C, target_logit_C, is_mine_C, shard.group
         )
     # Masked by filling, since a multiplication would keep the nan of an ignored token.
-    loss = (whole_lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0).sum()
+    losses_C = (whole_lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0)
+    loss = losses_C.sum()
+    if of.groups.count:
+        of.groups.add(losses_C, groups_C, is_valid_C)
     if gradient_dtype is None:
         return loss, None
     # Tokens that are not valid get probabilities of exp(-inf).
@@ -219,6 +226,16 @@ def _custom_chunk(
         return loss, None
     (d_logits_CV,) = torch.autograd.grad(loss, logits_CV)
     return loss.detach(), d_logits_CV[:, columns].to(gradient_dtype)
+
+
+def _plain(logits_NV: Tensor, labels_N: Tensor, *, groups: GroupSums) -> Tensor:
+    """Return torch's own cross entropy, summed."""
+    if not groups.count:
+        return F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="sum")
+    labels_N, groups_N = groups.split(labels_N)
+    losses_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED, reduction="none")
+    groups.add(losses_N, groups_N, labels_N != IGNORED)
+    return losses_N.sum()
 
 
 def _parts(
@@ -270,6 +287,7 @@ class LossSum:
         kernels: fused kernels for the loss of a chunk.
         logits_fn: the output layer's own forward pass, if it multiplies in 8 bits: maps (N, D) to logits in place of a matmul.
         custom: training loss in place of the cross entropy. Without gradients, in validation, the loss is the cross entropy.
+        groups: gets the sums of the groups in the labels, if it counts any. A custom loss has none, since it returns a sum.
     """
 
     chunk_tokens: int
@@ -278,6 +296,7 @@ class LossSum:
     kernels: Kernels | None = None
     logits_fn: LogitsFn | None = None
     custom: CustomLoss | None = None
+    groups: GroupSums = field(default_factory=GroupSums)
 
     def __call__(
         self, input: Tensor, labels_BS: Tensor, *, custom: CustomLoss | None = None
@@ -338,10 +357,11 @@ class LossSum:
         if isinstance(weight, DTensor):
             weight = local_shard(weight, self.shard)
         shard = self.shard
+        self.groups.call(input.device)
         input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
         part_tokens = len(input_ND) // len(scales)
         num_chunks = -(-part_tokens // (self.chunk_tokens or part_tokens))
-        loss = custom or partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
+        loss = custom or partial(_plain, groups=self.groups)
         # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
         if (
             num_chunks == 1
@@ -350,7 +370,8 @@ class LossSum:
         ):
             linear = self.logits_fn or (lambda x: x if weight is None else F.linear(x, weight))
             return _parts(lambda x, y: loss(linear(x).float(), y), input_ND, labels_N, scales)
-        is_plain = not self.chunk_tokens and weight is None and custom is None
+        is_plain = not (self.chunk_tokens or self.groups.count) and weight is None
+        is_plain = is_plain and custom is None
         if is_plain and shard is not None and shard.mesh is not None:
             plain = partial(plain_over_vocabulary, mesh=shard.mesh, start=shard.start)
             return _parts(plain, input_ND, labels_N, scales)

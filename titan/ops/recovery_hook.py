@@ -83,12 +83,13 @@ class StepRecovery(Hook):
             self._require_finite(
                 StepResult(trainer.step, first_sample, report, loss, grad_norm)
             )
-            raise SpikeError(f"{text}. {self._saved()}")
+            command = trainer.audit_command(trainer.step)
+            raise SpikeError(f"{text}. {self._saved()}; see {command}")
         done = "TRAINED ON"
         if decision.action == StepAction.SKIP:
             self.skipped.add(trainer.step)
             done = "NO UPDATE BY THIS STEP"
-        trainer.announce(f"{text}. {done}")
+        trainer.announce(f"{text}. {done}; see {trainer.audit_command(trainer.step)}")
 
     def result(self, result: StepResult) -> None:
         """Check the results of a step.
@@ -164,7 +165,8 @@ class StepRecovery(Hook):
             f"the loss is finite on every rank; {self._samples(result.first_sample)}"
         )
         raise NonFiniteError(
-            f"step {result.step}: {reason} ({where}). {self._saved()}. Lower optimizer.lr, or look at these samples."
+            f"step {result.step}: {reason} ({where}). {self._saved()}. Lower optimizer.lr, or look at these samples: "
+            f"{trainer.audit_command(result.step)}"
         )
 
     def _saved(self) -> str:

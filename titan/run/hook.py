@@ -53,6 +53,7 @@ class StepResult:
         grad_norm: global gradient norm before clipping.
         scalars: loss, gradient norm, the flag "stop" and the flags of all hooks, on their way to the host.
         flags: for each hook, the maximum over ranks of what its `flags` returned.
+        groups: loss and tokens of each source of a blend, summed over the global batch, flat.
     """
 
     step: int
@@ -62,6 +63,7 @@ class StepResult:
     grad_norm: float = float("nan")
     scalars: AsyncScalars | None = None
     flags: dict[Hook, Sequence[float]] = field(default_factory=dict)
+    groups: Sequence[float] = ()
 
 
 class Hook:

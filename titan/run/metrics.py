@@ -172,6 +172,7 @@ class Metrics(Hook):
         }
         if (scale := trainer.train_step.loss_scale) is not None:
             row["loss_scale"] = scale.value
+        row |= trainer.train_step.group_sums.columns(result.groups, prefix="source")
         for hook in trainer.hooks:
             row |= hook.columns(window, result)
         return row

@@ -118,6 +118,10 @@ class RunProgress:
         every = self.config.metrics.log_freq
         return self.step in (1, self.last_step, self.phase.last_step) or self.step % every == 0
 
+    def audit_command(self, step: int) -> str:
+        """Return the command that prints the documents of a step."""
+        return f"titan audit {self.run_dir} --step {step} --rows"
+
     def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
         _LOG.warning(text)

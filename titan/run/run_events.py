@@ -40,7 +40,12 @@ class RunEvents(Hook):
         ):
             if z is not None and z > self.threshold:
                 self.trainer.events.write(
-                    "spike", step=result.step, what=name, value=value, z=round(z, 2)
+                    "spike",
+                    step=result.step,
+                    what=name,
+                    value=value,
+                    z=round(z, 2),
+                    rows=self.trainer.audit_command(result.step),
                 )
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:

@@ -173,7 +173,8 @@ class Trainer(RunProgress):
             if self.is_void:  # the run continues from an earlier step
                 return
         flags = {hook: hook.flags() for hook in self.hooks}
-        scalars = AsyncScalars([report.loss, report.grad_norm, self._max_over_ranks(flags)])
+        agreed = self._max_over_ranks(flags)
+        scalars = AsyncScalars([report.loss, report.grad_norm, agreed, *report.groups])
         self.pending.append(
             StepResult(step, first_sample, report, scalars=scalars, flags=flags)
         )
@@ -193,6 +194,7 @@ class Trainer(RunProgress):
             # The maxima come back in the order in which the flags were sent.
             for hook, own in result.flags.items():
                 result.flags[hook], flags = flags[: len(own)], flags[len(own) :]
+            result.groups = flags
             for hook in self.hooks:
                 hook.result(result)
             self.is_stopping |= stop > 0

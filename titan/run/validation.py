@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from titan.base.async_scalars import AsyncScalars, to_device
@@ -59,13 +60,18 @@ class Validation(Hook):
             if trainer.train_step.groups.data is not None:
                 dist.all_reduce(total, group=trainer.train_step.groups.data)
             # Wait for the device once: every number is a sum over all data-parallel ranks.
-            loss, valid, sum_measured = AsyncScalars([loss_sum, num_valid, total[0]]).values()
+            groups = trainer.train_step.group_sums
+            sums = [loss_sum, num_valid, total[0], *groups.sums]
+            loss, valid, sum_measured, *of_groups = AsyncScalars(sums).values()
             with averaged(trainer.train_step):
                 trainer.train_step.compute_scales()
                 self.texts = trainer.task.generate(trainer)
             columns = trainer.task.report(
                 trainer, loss=loss, num_valid=valid, measured=sum_measured
             )
+        # Other samples than a blend's are one source, whatever the job trains on.
+        if loader.samples.sources(np.arange(1)) is not None:
+            columns |= groups.columns(of_groups, prefix="source_validation")
         # The mean over all ranks' valid tokens or positions. Divide by 1 if none is valid.
         mean_loss = loss / max(valid, 1)
         trainer.events.write(

@@ -73,6 +73,7 @@ class StepReport:
         num_valid: valid tokens of the global batch.
         local_losses: this rank's summed loss of each micro-batch; zeros on a pipeline stage that is not the last.
         has_targets: num_valid is above 0. Otherwise the weights were not updated.
+        groups: sums of the groups of the global batch (titan/losses/groups.py).
     """
 
     loss: Tensor
@@ -80,6 +81,7 @@ class StepReport:
     num_valid: Tensor
     local_losses: Tensor
     has_targets: bool = True
+    groups: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -122,6 +124,7 @@ class TrainStep:
         self.before_change: Callable[..., None] = lambda: None
         self.join_groups(1, lambda _: None)
         self.config, self.task = self.job.config, self.job.task
+        self.group_sums = self.task.group_sums
         early = self.config.steps_in_backward
         self.in_backward = OptimizerInBackward(self.optimizer) if early else None
         self.groups = StepGroups.of(self.mesh)
@@ -180,6 +183,7 @@ class TrainStep:
         self.set_learning_rate(step)
         if self.compile_log is not None:
             torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
+        self.group_sums.begin(self.device)
         losses = []
         for number, batch in enumerate(local, start=1):
             is_last = number == len(local)
@@ -197,7 +201,8 @@ class TrainStep:
         grad_norm = self._clip()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss)
-        self.sum_over_groups([loss])
+        of_groups = self._sum_groups()
+        self.sum_over_groups([loss, *of_groups])
         loss = loss / num_valid.clamp(min=1)
         self.balance.sum_loads(self.sum_over_groups)
         # The norm of offloaded parameters is on the host.
@@ -215,17 +220,21 @@ class TrainStep:
         self.optimizer.zero_grad()
         if self.average is not None and accepted:
             self.average.update(step)
-        return StepReport(loss, grad_norm, num_valid, local_losses, has_targets)
+        return StepReport(loss, grad_norm, num_valid, local_losses, has_targets, of_groups)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[TensorBatch]) -> tuple[Tensor, Tensor]:
         """Return the summed loss in nats, and the number of valid tokens, of all ranks' batches, as scalars on the device."""
         loss = torch.zeros((), device=self.device)
         num_valid = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.group_sums.begin(self.device)
         with self._evaluating():
             for batch in map(self.to_local, batches):
-                loss += self._total(self._forward(batch))
+                losses = self._forward(batch)
+                self.group_sums.collect(len(losses))
+                loss += self._total(losses)
                 num_valid += _count_valid([batch])
+        self._sum_groups()
         return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
 
     @torch.no_grad()
@@ -345,11 +354,13 @@ class TrainStep:
             losses = self.pipeline.step(
                 batch.input, batch.targets, divide_by=divisor, **batch.inputs
             )
+            self.group_sums.collect(len(losses))
             self.on_event("backward")
             return self._total(losses)
         (model,) = self.model_parts
         self.prepare_backward(model, is_last=is_last)
         loss = self._loss(batch)
+        self.group_sums.collect(1)
         self.on_event("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
         (loss / divisor).backward()
@@ -375,6 +386,10 @@ class TrainStep:
                 **batch.inputs,
             )
         return [self._loss(batch, loss)]
+
+    def _sum_groups(self) -> Sequence[Tensor]:
+        """Return the sums of the groups, if there are any, over all ranks."""
+        return [_sum(sums_G2, self.groups.loss) for sums_G2 in self.group_sums.sums]
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Return the sum of losses, which is 0 except on the last pipeline stage."""

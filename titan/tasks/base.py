@@ -35,6 +35,7 @@ from titan.data import DataError
 from titan.data.base import Samples, ShardSpec, TensorBatch
 from titan.data.loader import Collate, Loader
 from titan.data.tokenizer import Tokenizer
+from titan.losses.groups import GroupSums
 from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import StepGroups
 
@@ -105,11 +106,15 @@ class Task(ABC, Generic[B]):
         tokenizer: of tasks with text.
         applies_output: the loss applies the output layer if it gets one.
         knows_shards: the loss takes the vocabulary shard of each tensor-parallel rank.
+        sums_groups: the loss takes targets of titan/losses/groups.py, and adds to `group_sums`.
+        group_sums: the sums of the loss of each group.
     """
 
     tokenizer: Tokenizer | None = None
     applies_output: bool = False
     knows_shards: bool = False
+    sums_groups: bool = False
+    group_sums: GroupSums = GroupSums()
 
     def __init__(self, config: JobConfig, options: Any = None) -> None:
         """Keep the job and the options.
@@ -127,7 +132,7 @@ class Task(ABC, Generic[B]):
 
     @classmethod
     def loss_can(cls, name: str) -> bool:
-        """Return whether the class that defines `loss` sets the attribute `applies_output` or `knows_shards`."""
+        """Return whether the class that defines `loss` sets one of these attributes."""
         return vars(next(c for c in cls.__mro__ if "loss" in vars(c))).get(name, False)
 
     # ---- data

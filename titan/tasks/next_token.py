@@ -22,6 +22,7 @@ from titan.config.plug_ins import door, parts_of
 from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
+from titan.data.sources import source_names, training_sources
 from titan.data.special_tokens import SpecialTokens
 from titan.data.text import (
     collate_rows,
@@ -32,6 +33,7 @@ from titan.data.text import (
     validation_samples,
 )
 from titan.data.tokenizer import Tokenizer, open_tokenizer
+from titan.losses.groups import GroupSums, with_groups
 from titan.losses.loss import (
     IGNORED,
     Kernels,
@@ -56,6 +58,7 @@ class NextToken(Task[Batch]):
 
     applies_output = True
     knows_shards = True
+    sums_groups = True
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -74,7 +77,9 @@ class NextToken(Task[Batch]):
 
     def describe(self) -> str:
         tokenizer = f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens"
-        return f"{describe_sources(self.config)}; tokenizer {tokenizer}"
+        is_silent = len(self.config.data.sources) > 1 and not self.group_sums.count
+        remark = "; no loss by source: the loss is not titan's" if is_silent else ""
+        return f"{describe_sources(self.config)}; tokenizer {tokenizer}{remark}"
 
     def fake_batch(self) -> Batch:
         training, data = self.config.training, self.config.data
@@ -124,6 +129,7 @@ class NextToken(Task[Batch]):
             positions_BS=positions_BS,
             document_ids_BS=batch.document_ids_BS,
             cu_seqlens_BN=getattr(batch, "cu_seqlens_BN", None),  # another loader may lack it
+            groups_BS=batch.groups_BS if isinstance(batch, Batch) else None,
         )
         if not self.num_mtp_modules:
             return whole
@@ -137,9 +143,12 @@ class NextToken(Task[Batch]):
 
     def microbatch(self, batch: Batch) -> Microbatch:
         names = ("positions_BS", "document_ids_BS", "cu_seqlens_BN", "mtp_targets_BSM")
-        targets = batch.labels_BS
-        if batch.mtp_labels_BSM is not None:
-            targets = torch.cat([targets[..., None], batch.mtp_labels_BSM], dim=-1)
+        targets, further = batch.labels_BS, batch.mtp_labels_BSM
+        if self.group_sums.count and batch.groups_BS is not None:
+            targets = with_groups(targets, batch.groups_BS)
+        if further is not None:
+            further = with_groups(further, -1) if self.group_sums.count else further
+            targets = torch.cat([targets[..., None], further], dim=-1)
         return Microbatch(
             batch.tokens_BS,
             targets,
@@ -150,6 +159,13 @@ class NextToken(Task[Batch]):
                 if (value := getattr(batch, name, None)) is not None
             },
         )
+
+    @cached_property
+    def group_sums(self) -> GroupSums:
+        """Return the sums of the loss of each source, if there are several and nothing replaces the cross entropy."""
+        sources = training_sources(self.config)
+        is_own = not self.loss_can("sums_groups") or loss_function(self.config.loss)
+        return GroupSums(() if is_own or len(sources) == 1 else source_names(sources))
 
     def loss(
         self, mesh: DeviceMesh, *, output: nn.Module | None, float8: Sequence[Conversion]
@@ -170,6 +186,7 @@ class NextToken(Task[Batch]):
             kernels=Kernels.compiled(backend) if backend else None,
             logits_fn=logits_fn,
             custom=torch.compile(custom, backend=backend) if custom and backend else custom,
+            groups=self.group_sums,
         )
         return MTPLoss(loss, self.sizes.mtp_coeff) if self.num_mtp_modules else loss
 

@@ -2,8 +2,8 @@
 
 The upper panel shows the loss: the losses of logged steps (faint), the mean since the last row
 (thin), its running mean (bold), and validations as markers. The lower panel shows the throughput.
-Between them are bits per byte, the accuracy of evaluated tasks, and of sparse attention the indexer's loss, the recall of each layer
-(thin, with the layer's number at the beginning) and their mean. Vertical lines mark where a run
+Between them are the losses of a blend's sources, bits per byte, the accuracy of evaluated tasks, and of sparse attention the
+indexer's loss, the recall of each layer (thin, with the layer's number at the beginning) and their mean. Vertical lines mark where a run
 continued from a checkpoint, after a restart (dashed) or a rewind (dotted), or as another job
 (`titan swap`, dash-dotted). The command reads metrics.jsonl, which rows.py thins if it is long, and
 events.jsonl. It needs the extra `plot` (matplotlib).
@@ -168,6 +168,12 @@ def running_mean(values: list[float]) -> list[float]:
 def panels(runs: dict[str, list[Row]]) -> Iterator[tuple[str, list[str]]]:
     """Yield label and columns of each panel between loss and throughput, if a row has these columns."""
     keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
+    for label, prefix in (
+        ("loss", "source_loss/"),
+        ("validation", "source_validation_loss/"),
+    ):
+        if sources := [key for key in keys if key.startswith(prefix)]:
+            yield f"{label} by source", sources
     if "bits_per_byte" in keys:
         yield "bits per byte", ["bits_per_byte"]
     if tasks := [key for key in keys if key.startswith("eval/") and key.endswith("/acc")]:

@@ -48,6 +48,8 @@ COLUMNS = (
     "eta_s",
     "expert_imbalance",
 )
+# Of evaluations, and of a blend's sources.
+_BY_RULE = ("eval/", "source_loss/", "source_validation_loss/")
 # Limits, so that no file of a run, whoever wrote it, makes the page or this process large.
 _EVENTS_BYTES, _SMALL_BYTES = 2**22, 2**20
 _MAX_RANKS, _MAX_KEYS, _MAX_TEXT = 8192, 64, 2000
@@ -151,7 +153,7 @@ class RunReader:
         # Content of each small file, with the file's modification time then.
         self._read: dict[str, tuple[float, Row]] = {}
         self._problems: list[str] = []
-        self._tasks: list[str] = []  # columns of evaluations so far; new columns are appended
+        self._tasks: list[str] = []  # columns of `_BY_RULE` so far; new columns are appended
 
     def data(self, known: tuple[int, int] = (0, 0)) -> Row:
         """Return the answer to a client's poll.
@@ -173,7 +175,7 @@ class RunReader:
         rows = self.metrics.since(since)
         if rows is None:
             rows, since = self.metrics.thin.rows(), 0
-        evaluated = (key for row in rows for key in row if key.startswith("eval/"))
+        evaluated = (key for row in rows for key in row if key.startswith(_BY_RULE))
         self._tasks = list(islice(dict.fromkeys([*self._tasks, *evaluated]), _MAX_KEYS))
         status = self._small(STATUS)
         account = next(reversed(self.events.rows), Row())

@@ -7,20 +7,26 @@ order of the same sums, though it may repeat its own fault.
 
 from __future__ import annotations
 
+import json
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from pydantic_core import to_jsonable_python
+
 from titan.base.rows import number
 from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
 from titan.checkpoint.manifest import find_damage
+from titan.config.base import LIMIT
 from titan.config.load import load_config, load_from_argv
 from titan.config.options import put_json
 from titan.config.render import to_toml
+from titan.data.ranking import lines, rank
 from titan.numerics.certify.shrink import changed
 from titan.numerics.experiment import (
     AGAIN_ROUNDED,
@@ -66,6 +72,7 @@ class Audit:
         limits: for each kind of tensor, the largest change that may be rounding.
         due: steps that have a row of metrics, as far as the run's job tells.
         starts: steps from which the run was started again.
+        documents: number, summed loss and tokens of each document, if they were asked for.
     """
 
     step: int
@@ -79,6 +86,7 @@ class Audit:
     limits: dict[str, float] = field(default_factory=dict)
     due: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    documents: list[list[float]] = field(default_factory=list)
 
     def base_after(self, step: int) -> str:
         """Return the checkpoint after a step as another cause, if the recomputation began with it."""
@@ -111,13 +119,37 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
     options, keys = parser_of("audit").parse_known_args(argv)
     keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
+    if options.rows:
+        return show_rows(options, keys)
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
     if not put_json(asdict(found), options.json):
         print("\n".join(found.lines()))
     return int(bool(found.findings))
 
 
-def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None = None) -> Audit:
+def show_rows(options: Namespace, keys: Sequence[str]) -> int:
+    """Print the documents of a step, and those of a quiet step beside it. Return 0."""
+    config, *_ = open_run(options.run, keys)
+    found, texts = {}, list[str]()
+    for step in filter(None, (options.step, options.against)):
+        again = audit(options.run, step, keys=keys, nproc=options.nproc, rows=True)
+        rows = rank(config, again.documents)
+        found[step] = {"weights_after_step": max(again.since, step - 1), "rows": rows}
+        late = f" (NOT ITS WEIGHTS: those after step {again.since})" * (again.since >= step)
+        texts += [f"step {step}{late}:", *lines(rows)]
+    if not put_json(to_jsonable_python(found), options.json):
+        print("\n".join(texts))
+    return 0
+
+
+def audit(
+    run: Path,
+    step: int,
+    *,
+    keys: Sequence[str] = (),
+    nproc: int | None = None,
+    rows: bool = False,
+) -> Audit:
     """Compute a step of a run again, and compare.
 
     Args:
@@ -125,6 +157,7 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         step: the step.
         keys: "--section.key=value", such as another layout, or a permission that the run's job needs.
         nproc: ranks. None: those of the run, or the next larger number that the layout fits.
+        rows: measure the step's documents, and compare nothing. Without a checkpoint before the step, the newest one serves.
 
     Raises:
         InputError: the folder is no run, or has no records of the step.
@@ -137,16 +170,20 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
     original = Records(run, saved.get(step))
     known = {*original.rows, *saved}
-    if step not in known:
+    # A step whose documents are asked for needs no record: a run that stops at a loss of NaN has none of that step.
+    if step not in known and not (rows and step <= config.training.steps):
         last = ", ".join(map(str, sorted(known)[-_SHOWN:])) or "none"
         lacks = f"neither a row of metrics nor a checkpoint of step {step}"
         raise InputError(f"{run} has {lacks}; the last steps that have: {last}")
     base = newest_start(saved, before=step)
+    if rows and base is None and not config.phase:
+        base = newest_start(saved, before=LIMIT)
     require_permissions(lost, config, has_base=base is not None)
     # The job and the facts of a run folder are those of its last start.
     events = RunFolder(run).events()
     starts = [int(number(e.get("step")) or 0) for e in events if e["event"] == "resume"]
     since = base or 0
+    last = max(step, since + 1)
     found = Audit(step, since=since, starts=starts)
     if all(start <= since for start in starts):
         found.due = [1, config.training.steps, *range(0, step + 1, config.metrics.log_freq)]
@@ -154,11 +191,12 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     changes = recomputation(
         Side([], config, size),
         base=None if base is None else saved[base],
-        step=step,
+        step=last,
         record=[each.step for each in original.recorded if each.step <= step],
         saves=saves is not None,
     )
-    what = f"steps {since + 1} to {step} of {run}"
+    changes["debug.document_losses"] = step if rows else 0
+    what = f"steps {since + 1} to {last} of {run}"
     with tempfile.TemporaryDirectory(prefix="titan-audit-") as place:
         job = Path(place, "job.toml")
         job.write_text(to_toml(changed(config, changes)), encoding="utf-8")
@@ -166,6 +204,9 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         side = Side([str(job), *keys], asked, nproc or ranks_of(asked, size))
         folder = Path(place, "first")
         side.check(folder)
+        if rows:
+            found.documents = _documents(side, folder, what)
+            return found
         first = record(side, folder, what=what, saves=saves)
         found.is_same = (
             computes_alike(load_config(written), given)
@@ -184,6 +225,18 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         found = replace(found, findings=[], guilty="", equal_bits=False)
         _compare(found, original, first, again)
     return found
+
+
+def _documents(side: Side, folder: Path, what: str) -> list[list[float]]:
+    """Train a side up to a step whose documents are measured, and return them."""
+    file = folder / "documents.json"
+    try:
+        record(side, folder, what=what)
+    except InputError:
+        # The step may stop this run, too, as with a loss of NaN. They were measured before it.
+        if not file.exists():
+            raise
+    return json.loads(file.read_text())
 
 
 def _compare(found: Audit, original: Records, first: Records, again: Records | None) -> None:

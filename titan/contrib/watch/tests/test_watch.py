@@ -165,14 +165,15 @@ def test_later_polls_get_what_is_new(get: Get, run_dir: Path) -> None:
 
 
 def test_evaluations_and_samples(get: Get, run_dir: Path) -> None:
-    metrics(run_dir, range(4, 5), "a", **{"eval/b/acc": 0.5})
+    metrics(run_dir, range(4, 5), "a", **{"source_loss/x": 2.0, "eval/b/acc": 0.5})
     first = poll(get)
-    assert first["tasks"] == ["eval/b/acc"] and first["rows"][-1][-1] == 0.5
+    named = ["source_loss/x", "eval/b/acc"]
+    assert first["tasks"] == named and first["rows"][-1][-2:] == [2.0, 0.5]
     metrics(run_dir, range(5, 6), "a", **{"eval/a/acc": 0.25, "eval/b/acc": HOSTILE})
     lines(run_dir / "samples.json", {"step": 4, "texts": [["Once", HOSTILE], [1, None]]})
     second = poll(get, f"{first['generation']}.4")
     # New tasks come behind, so that the rows that a client has keep their columns.
-    assert second["tasks"] == ["eval/b/acc", "eval/a/acc"]
+    assert second["tasks"] == [*named, "eval/a/acc"]
     assert second["rows"][-1][-2:] == [None, 0.25]
     assert second["samples"] == {"step": 4, "texts": [["Once", HOSTILE], ["1", "None"]]}
     lines(run_dir / "samples.json", {"step": 4, "texts": [["Once"]], "more": 1})
