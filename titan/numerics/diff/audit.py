@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
-
-from pydantic_core import to_jsonable_python
+from typing import TYPE_CHECKING, Any
 
 from titan.base.rows import number
 from titan.base.run_folder import RunFolder
@@ -26,7 +24,6 @@ from titan.config.base import LIMIT
 from titan.config.load import load_config, load_from_argv
 from titan.config.options import put_json
 from titan.config.render import to_toml
-from titan.data.ranking import lines, rank
 from titan.numerics.certify.shrink import changed
 from titan.numerics.experiment import (
     AGAIN_ROUNDED,
@@ -72,7 +69,7 @@ class Audit:
         limits: for each kind of tensor, the largest change that may be rounding.
         due: steps that have a row of metrics, as far as the run's job tells.
         starts: steps from which the run was started again.
-        documents: number, summed loss and tokens of each document, if they were asked for.
+        documents: rows and lines of documents.json (titan/contrib/rows), if they were asked for.
     """
 
     step: int
@@ -86,7 +83,7 @@ class Audit:
     limits: dict[str, float] = field(default_factory=dict)
     due: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    documents: list[list[float]] = field(default_factory=list)
+    documents: dict[str, Any] = field(default_factory=dict)
 
     def base_after(self, step: int) -> str:
         """Return the checkpoint after a step as another cause, if the recomputation began with it."""
@@ -129,15 +126,14 @@ def main(argv: Sequence[str]) -> int:
 
 def show_rows(options: Namespace, keys: Sequence[str]) -> int:
     """Print the documents of a step, and those of a quiet step beside it. Return 0."""
-    config, *_ = open_run(options.run, keys)
     found, texts = {}, list[str]()
     for step in filter(None, (options.step, options.against)):
         again = audit(options.run, step, keys=keys, nproc=options.nproc, rows=True)
-        rows = rank(config, again.documents)
-        found[step] = {"weights_after_step": max(again.since, step - 1), "rows": rows}
+        weights = {"weights_after_step": max(again.since, step - 1)}
+        found[step] = {**weights, "rows": again.documents["rows"]}
         late = f" (NOT ITS WEIGHTS: those after step {again.since})" * (again.since >= step)
-        texts += [f"step {step}{late}:", *lines(rows)]
-    if not put_json(to_jsonable_python(found), options.json):
+        texts += [f"step {step}{late}:", *again.documents["lines"]]
+    if not put_json(found, options.json):
         print("\n".join(texts))
     return 0
 
@@ -227,7 +223,7 @@ def audit(
     return found
 
 
-def _documents(side: Side, folder: Path, what: str) -> list[list[float]]:
+def _documents(side: Side, folder: Path, what: str) -> dict[str, Any]:
     """Train a side up to a step whose documents are measured, and return them."""
     file = folder / "documents.json"
     try:
@@ -236,7 +232,7 @@ def _documents(side: Side, folder: Path, what: str) -> list[list[float]]:
         # The step may stop this run, too, as with a loss of NaN. They were measured before it.
         if not file.exists():
             raise
-    return json.loads(file.read_text())
+    return json.loads(file.read_text(), parse_constant=lambda _: None)
 
 
 def _compare(found: Audit, original: Records, first: Records, again: Records | None) -> None:

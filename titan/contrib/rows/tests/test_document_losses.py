@@ -20,11 +20,11 @@ from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.base.untrusted import InputError
 from titan.cli import main
 from titan.config.schema import JobConfig
+from titan.contrib.rows.document_losses import DocumentLosses, hook
+from titan.contrib.rows.ranking import RankedDocument, lines, rank
 from titan.data import DataError
 from titan.data.base import SOURCE_SHIFT
-from titan.data.ranking import lines, rank
 from titan.data.sources import in_validation
-from titan.run.document_losses import DocumentLosses, hook
 from titan.tasks.next_token import NextToken
 
 SEQ, BATCH, STEPS, FIRST = 32, 16, 24, 14
@@ -101,6 +101,11 @@ def config_of(folder: Path, axes: Mapping[str, int], **changes: Any) -> JobConfi
     return job(folder / "run", base=with_changes(base, **changes))
 
 
+def measured(run: Path) -> list[RankedDocument]:
+    rows = json.loads((run / "documents.json").read_text())["rows"]
+    return [RankedDocument(**row) for row in rows]
+
+
 def train(config: JobConfig, raised_at: int = 0, stopped_at: int = STEPS) -> dict[int, Any]:
     """Train, and return the table and the loss of each later step, of the weights before it."""
     trainer, found = PoolTrainer(config), {}
@@ -120,23 +125,24 @@ def train(config: JobConfig, raised_at: int = 0, stopped_at: int = STEPS) -> dic
             ranking.wanted = max(trainer.step + 1, FIRST)
             trainer.train_one_step()
             if trainer.step == ranking.wanted and trainer.rank == 0:
-                table = json.loads((trainer.run_dir / "documents.json").read_text())
-                found[trainer.step] = table, trainer.result.loss
+                found[trainer.step] = measured(trainer.run_dir), trainer.result.loss
         assert trainer.train_step.group_sums.count == 0  # a run of one source has no groups
     finally:
         trainer.close()
     return found
 
 
-def require_planted(config: JobConfig, tables: Mapping[int, Any]) -> None:
+def require_planted(tables: Mapping[int, Any]) -> None:
     texts, planted = documents()
     assert len(planted) == len(PLANTED) and planted.keys() <= tables.keys()
-    for step, (table, loss) in tables.items():
-        tokens = sum(row[2] for row in table)
-        assert sum(row[1] for row in table) / tokens == pytest.approx(loss, rel=1e-5)
+    for step, (rows, loss) in tables.items():
+        tokens = sum(row.tokens for row in rows)
+        assert sum(row.loss * row.tokens for row in rows) / tokens == pytest.approx(
+            loss, rel=1e-5
+        )
         if step not in planted:
             continue
-        first, *others = rank(config, table)
+        first, *others = rows
         text, number = PLANTED[planted[step]], int(first.row.removeprefix("text:"))
         assert texts[number] == text == first.text, (planted[step], first)
         assert first.where.endswith(f"text.jsonl:{number + 1}")
@@ -148,13 +154,14 @@ def require_planted(config: JobConfig, tables: Mapping[int, Any]) -> None:
 def test_what_was_planted_is_first(name: str, pool: Pool, tmp_path: Path) -> None:
     config, axes = config_of(tmp_path, LAYOUTS[name]), LAYOUTS[name]
     tables = pool.run(math.prod(axes.values()), train, config)[0]
-    require_planted(config, tables)
+    require_planted(tables)
     (tmp_path / "alone").mkdir()
     alone = pool.run(1, train, config_of(tmp_path / "alone", {}), 0, FIRST)[0]
-    of_first = [row for row in tables[FIRST][0] if len(row) > 3]
-    expected = [row for row in alone[FIRST][0] if len(row) > 3]
-    assert len(of_first) == 10
-    np.testing.assert_allclose(of_first, expected, rtol=1e-3, atol=1e-4)
+    numbers = {row.row: (row.gradient, row.share) for row in tables[FIRST][0][:10]}
+    expected = {row.row: (row.gradient, row.share) for row in alone[FIRST][0][:10]}
+    assert numbers.keys() == expected.keys()
+    for row, pair in expected.items():
+        assert numbers[row] == pytest.approx(pair, rel=1e-3, abs=1e-4)
 
 
 def test_resumed_in_another_layout(pool: Pool, tmp_path: Path) -> None:
@@ -162,9 +169,7 @@ def test_resumed_in_another_layout(pool: Pool, tmp_path: Path) -> None:
     config = config_of(tmp_path, {"dp_shard": 2}, **saves)
     assert pool.run(2, train, config, 0, FIRST - 1) == [{}, {}]
     assert (tmp_path / f"run/checkpoint/step-{FIRST - 2}").is_dir()
-    require_planted(
-        config, pool.run(4, train, config_of(tmp_path, {"cp": 2, "tp": 2}, **saves))[0]
-    )
+    require_planted(pool.run(4, train, config_of(tmp_path, {"cp": 2, "tp": 2}, **saves))[0])
 
 
 def test_after_a_step_of_too_high_a_rate_no_row_stands_out(pool: Pool, tmp_path: Path) -> None:
@@ -173,7 +178,7 @@ def test_after_a_step_of_too_high_a_rate_no_row_stands_out(pool: Pool, tmp_path:
     [found] = pool.run(1, train, config, spike - 1, spike)
     assert found[spike][1] > 2 * found[quiet][1]
     for step in (quiet, spike):
-        assert lines(rank(config, found[step][0]))[0] == "no row stands out"
+        assert lines(found[step][0])[0] == "no row stands out"
 
 
 def audited(folder: Path, *words: str) -> int:
@@ -193,9 +198,7 @@ def test_the_command(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[s
         step - 1,
         FIRST - 1,
     ]
-    for row, expected in zip(
-        found[str(step)]["rows"], rank(config, tables[step][0]), strict=True
-    ):
+    for row, expected in zip(found[str(step)]["rows"], tables[step][0], strict=True):
         assert (row["row"], row["tokens"]) == (expected.row, expected.tokens)
         assert row["loss"] == pytest.approx(expected.loss, rel=1e-4)
     said = capsys.readouterr().out
@@ -274,16 +277,17 @@ def test_a_document_has_the_loss_of_its_own_labels(tmp_path: Path) -> None:
     trainer = Trainer(config)
     trainer.train_one_step()
     trainer.close()
-    rows = json.loads((tmp_path / "run/documents.json").read_text())
-    for number, loss, tokens, *own in rows:
-        here = of_labels == number
-        assert tokens == here.sum()
-        assert loss == pytest.approx(losses[here].sum(), rel=1e-5)
-        if own:
+    rows = measured(tmp_path / "run")
+    for row in rows:
+        here = of_labels == int(row.row.removeprefix("text:"))
+        assert row.tokens == here.sum()
+        assert row.loss == pytest.approx(losses[here].mean(), rel=1e-5)
+        if row.gradient is not None:
             alone = gradient(every[torch.from_numpy(here)].sum() / len(every), model)
             share = float(alone @ whole / whole.square().sum())
-            assert own == pytest.approx([float(alone.norm()), share], rel=1e-3, abs=1e-5)
-    assert sum(len(row) > 3 for row in rows) == 10
+            expected = pytest.approx([float(alone.norm()), share], rel=1e-3, abs=1e-5)
+            assert [row.gradient, row.share] == expected
+    assert [row.gradient is None for row in rows] == [False] * 10 + [True] * (len(rows) - 10)
 
 
 def test_a_few_tokens_do_not_outweigh_a_long_document(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan.base.run_writer import run_files
 from titan.base.untrusted import InputError
-from titan.data.ranking import worst
+from titan.contrib.rows.ranking import lines, rank, worst
 from titan.losses.loss import IGNORED
 from titan.optim.clipping import clip_gradients
 from titan.run.hook import Hook
@@ -27,7 +27,7 @@ from titan.step.train_step import StepReport, TrainStep
 
 
 class DocumentLosses(Hook):
-    """Table in documents.json of the run: number (titan.data.base.Samples.documents), summed loss and tokens of each document, and of the worst ones the norm of the own gradient and its share."""
+    """documents.json of the run: documents as RankedDocument, and the lines that are shown."""
 
     priority = 112
 
@@ -65,7 +65,9 @@ class DocumentLosses(Hook):
             for row in worst(rows):
                 row += gradients.of(row[0], row[2])
         if trainer.rank == 0:
-            run_files(trainer.run_dir).replace("documents.json", json.dumps(rows))
+            ranked = rank(trainer.config, rows)
+            content = {"rows": [*map(asdict, ranked)], "lines": lines(ranked)}
+            run_files(trainer.run_dir).replace("documents.json", json.dumps(content))
 
 
 class OwnGradients:

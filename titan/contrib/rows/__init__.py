@@ -1,0 +1,1 @@
+"""Documents of a step, worst first (`titan audit --rows`)."""
