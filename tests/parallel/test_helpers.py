@@ -20,12 +20,9 @@ from titan.parallel import (
     apply_fsdp,
     apply_tp,
     build_mesh,
-    initialize,
     materialize,
-    submesh,
 )
 from titan.parallel.init_weights import canonical_name
-from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.random_numbers import seed_generators
 
 
@@ -107,12 +104,6 @@ def test_what_is_inside_a_unit_is_gathered_ahead_with_it(pool) -> None:
             }
 
 
-def test_a_deviation_of_zero_sets_zeros() -> None:
-    model = Net()
-    initialize(model, seed=3, std_of=lambda name: 0.0 if "bias" in name else 0.3)
-    assert not model.head.bias.any() and model.head.weight.all()
-
-
 class Places(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -183,20 +174,6 @@ def test_the_snippet_of_the_docs_runs_and_sets_biases_to_zero(pool) -> None:
     for weights in pool.run(4, _run_snippet):
         assert not any(value.any() for name, value in weights.items() if "bias" in name)
         assert (weights["norm.weight"] == 1).all() and weights["head.weight"].std() < 0.03
-
-
-def _mesh_facts() -> tuple[int, int, int, bool]:
-    mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)
-    return (
-        axis_size(mesh, "dp_replicate", "dp_shard", "tp"),
-        axis_rank(mesh, "dp_replicate", "dp_shard"),
-        axis_rank(mesh, "tp"),
-        submesh(mesh, "tp", "cp") is None,
-    )
-
-
-def test_mesh_axes(pool) -> None:
-    assert pool.run(4, _mesh_facts) == [(4, rank, 0, True) for rank in range(4)]
 
 
 def _leave_out(plan: dict[str, str]) -> None:
