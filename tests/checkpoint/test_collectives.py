@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed import fsdp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import ROOT, job
+from tests.support.operations import Watch
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 
@@ -23,24 +23,6 @@ LAYOUTS = {
     "PP 2": {"pipeline_parallel_degree": 2},
     "HSDP 2 x 2": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
 }
-
-
-class Collectives(TorchDispatchMode):
-    """Names and groups of the collectives of this thread, which are operators of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, str]] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function.namespace in ("c10d", "_c10d_functional"):
-            groups = [getattr(x, "group_name", "") for x in _boxed(args)] + [
-                x for x in args if isinstance(x, str)
-            ]
-            self.seen.append((function._opname, next(filter(None, groups), "?")))
-        return function(*args, **(kwargs or {}))
 
 
 def _boxed(args: Any) -> Iterator[Any]:
@@ -54,9 +36,16 @@ def _boxed(args: Any) -> Iterator[Any]:
 
 @contextmanager
 def counted(into: list[tuple[str, str]]) -> Iterator[None]:
-    with Collectives() as mode:
+    """Note the names and groups of the collectives of this thread, which are operators of torch."""
+
+    def see(function: Any, args: Any, _: Any) -> None:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            groups = [getattr(x, "group_name", "") for x in _boxed(args)]
+            groups += [x for x in args if isinstance(x, str)]
+            into.append((function._opname, next(filter(None, groups), "?")))
+
+    with Watch(see):
         yield
-    into += mode.seen
 
 
 def save(folder: Path, mode: str, parallelism: dict[str, int], blocks: int) -> dict[str, Any]:

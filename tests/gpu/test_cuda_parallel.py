@@ -60,6 +60,7 @@ def test_stages_on_one_device_equal_the_whole_model_on_a_cpu(
         mesh=build_mesh("cuda")["dp_shard"],
         device=device,
         loss_fn=lambda logits, target: cross_entropy_sum(logits, target, chunk_tokens=64),
+        boundary=lambda x, _: torch.empty(*x.shape, sizes.dim, device="meta"),
     )
     losses = pipeline.step(tokens.to(device), labels.to(device), divide_by=256.0)
     assert len(losses) == 4

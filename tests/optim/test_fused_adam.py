@@ -164,14 +164,12 @@ def test_a_state_of_another_implementation_or_of_an_older_torch_loads() -> None:
         source = torch.optim.AdamW([first], lr=0.1, weight_decay=0.5, foreach=True)
         first.grad = torch.ones_like(first)
         source.step()
-        state = source.state_dict()
+        state = copy.deepcopy(source.state_dict())
         if old:
             del state["param_groups"][0]["decoupled_weight_decay"]
         second = nn.Parameter(first.detach().clone())
         optimizer = FusedAdam([second], decoupled=True, lr=0.1)
         optimizer.load_state_dict(state)
-        optimizer = copy.deepcopy(optimizer)
-        [second] = optimizer.param_groups[0]["params"]
         for parameter, updated in ((second, optimizer), (first, source)):
             parameter.grad = torch.full_like(parameter, -1.0)
             updated.step()

@@ -117,7 +117,7 @@ def on_ranks(way: str, uses: list[str]) -> list[list[dict[str, Tensor | None]]]:
         model = Model()
         units: Any = {
             "gradients": "sum",
-            "blocks": model.blocks.children(),
+            "blocks": nn.ModuleDict({str(n): b for n, b in enumerate(model.blocks)}),
             "first": [model.embed],
             "last": [model.norm, model.head],
         }

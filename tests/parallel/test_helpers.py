@@ -12,22 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tests.support.commands import finished
 from tests.support.ranks import RankFailed
 from tests.support.tables import tabled
 from titan.parallel import (
-    apply_ddp,
     apply_fsdp,
     apply_tp,
     build_mesh,
-    initialize,
     materialize,
-    submesh,
 )
 from titan.parallel.init_weights import canonical_name
-from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.random_numbers import seed_generators
 
 
@@ -45,20 +40,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class DictNet(Net):
-    """The same with a dict of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # pyrefly: ignore[bad-assignment]
-        self.blocks = nn.ModuleDict({"0": nn.Linear(7, 7), "1": nn.Linear(7, 7)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks.children():
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
 class EndsNet(Net):
     """The same with ends that are units: one that needs its weights in the backward pass, and one of two modules."""
 
@@ -68,57 +49,6 @@ class EndsNet(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(torch.tanh(self.blocks[1](self.blocks[0](self.stem(x))))))
-
-
-def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
-    """Whole gradients of a sum over a batch of 8 split over ranks, under one kind of data parallelism."""
-    degrees = {
-        "plain": {},
-        "fsdp": {"dp_shard": 2},
-        "zero2": {"dp_shard": 2},
-        "ddp": {"dp_replicate": 2},
-        "hsdp": {"dp_replicate": 2, "dp_shard": 2},
-    }[kind]
-    mesh = build_mesh("cpu", **degrees)
-    with torch.device("meta"):
-        model = net()
-    units: Any = {"blocks": model.blocks, "gradients": "sum"}
-    if net is EndsNet:
-        units |= {"first": [model.stem], "last": [model.norm, model.head]}
-    if kind == "ddp":
-        apply_ddp(model, mesh=mesh["dp_replicate"], **units)
-    elif kind != "plain":
-        apply_fsdp(model, mesh=mesh, reshard_after_forward=kind != "zero2", **units)
-    materialize(model, device="cpu")
-    initialize(model, seed=3, std_of=lambda name: 0.3)
-    x = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    world, rank = (
-        axis_size(mesh, "dp_replicate", "dp_shard"),
-        axis_rank(mesh, "dp_replicate", "dp_shard"),
-    )
-    model(x.chunk(world)[rank]).square().sum().backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
-
-
-def test_gradients_are_sums_over_ranks(pool) -> None:
-    (plain,) = pool.run(1, _gradients, "plain")
-    (ends,) = pool.run(1, _gradients, "plain", EndsNet)
-    assert len(plain) == 6 and len(ends) == 10
-    for kind, world, net in (
-        ("fsdp", 2, Net),
-        ("fsdp", 2, DictNet),
-        ("zero2", 2, Net),
-        ("ddp", 2, DictNet),
-        ("hsdp", 4, Net),
-        *((kind, 2, EndsNet) for kind in ("fsdp", "zero2", "ddp")),
-    ):
-        expected = ends if net is EndsNet else plain
-        for grads in pool.run(world, _gradients, kind, net):
-            for name, value in expected.items():
-                torch.testing.assert_close(
-                    grads[name], value, rtol=1e-5, atol=1e-6, msg=f"{kind} {name}"
-                )
 
 
 def _gathered_ahead(
@@ -172,37 +102,6 @@ def test_what_is_inside_a_unit_is_gathered_ahead_with_it(pool) -> None:
             assert {name: ahead for name, *ahead in lists} == {
                 name: [*ahead] for name, ahead in expected.items()
             }
-
-
-def _initial_weights(shard: int, replicate: int) -> dict[str, torch.Tensor]:
-    mesh = build_mesh("cpu", dp_shard=shard, dp_replicate=replicate)
-    with torch.device("meta"):
-        model = Net()
-    data_mesh = submesh(mesh, "dp_replicate", "dp_shard")
-    if data_mesh is not None and shard > 1:
-        apply_fsdp(model, mesh=data_mesh, blocks=model.blocks, gradients="sum")
-    materialize(model, device="cpu")
-    initialize(model, seed=3, std_of=lambda name: None if "bias" in name else 0.3)
-    return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for n, p in model.named_parameters()
-    }
-
-
-def test_initial_weights_do_not_depend_on_the_layout(pool) -> None:
-    (expected,) = pool.run(1, _initial_weights, 1, 1)
-    assert (expected["head.bias"] == 1).all()
-    assert 0.1 < expected["blocks.0.weight"].std() < 0.5
-    assert not torch.equal(expected["blocks.0.weight"], expected["blocks.1.weight"])
-    for shard, replicate in ((2, 1), (4, 1), (2, 2)):
-        for weights in pool.run(shard * replicate, _initial_weights, shard, replicate):
-            assert all(torch.equal(weights[n], expected[n]) for n in expected)
-
-
-def test_a_deviation_of_zero_sets_zeros() -> None:
-    model = Net()
-    initialize(model, seed=3, std_of=lambda name: 0.0 if "bias" in name else 0.3)
-    assert not model.head.bias.any() and model.head.weight.all()
 
 
 class Places(nn.Module):
@@ -275,20 +174,6 @@ def test_the_snippet_of_the_docs_runs_and_sets_biases_to_zero(pool) -> None:
     for weights in pool.run(4, _run_snippet):
         assert not any(value.any() for name, value in weights.items() if "bias" in name)
         assert (weights["norm.weight"] == 1).all() and weights["head.weight"].std() < 0.03
-
-
-def _mesh_facts() -> tuple[int, int, int, bool]:
-    mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)
-    return (
-        axis_size(mesh, "dp_replicate", "dp_shard", "tp"),
-        axis_rank(mesh, "dp_replicate", "dp_shard"),
-        axis_rank(mesh, "tp"),
-        submesh(mesh, "tp", "cp") is None,
-    )
-
-
-def test_mesh_axes(pool) -> None:
-    assert pool.run(4, _mesh_facts) == [(4, rank, 0, True) for rank in range(4)]
 
 
 def _leave_out(plan: dict[str, str]) -> None:

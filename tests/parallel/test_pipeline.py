@@ -94,6 +94,10 @@ def _loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+def _sent(tokens: Tensor, _: Any) -> Tensor:
+    return torch.empty(*tokens.shape, WIDTH, device="meta")
+
+
 def _gradients(*modules: nn.Module) -> dict[str, Tensor]:
     found = {n: p.grad for module in modules for n, p in module.named_parameters()}
     missing = [name for name, gradient in found.items() if gradient is None]
@@ -177,7 +181,12 @@ def _build(plan: StageSplit, *, stage_class: type | None = None) -> Pipeline:
     for stage in stages.values():
         _weights(stage)
     built = Pipeline(
-        stages, schedule=plan.schedule, mesh=mesh, device=torch.device("cpu"), loss_fn=_loss_sum
+        stages,
+        schedule=plan.schedule,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        loss_fn=_loss_sum,
+        boundary=_sent,
     )
     if stage_class is not None:  # as what `Pipeline` builds its stages
         original, pipeline.Stage = pipeline.Stage, stage_class
@@ -317,6 +326,7 @@ def _with_fsdp(name: str, kind: str, shapes: tuple[int, ...]) -> dict[str, Tenso
         mesh=mesh["pp"],
         device=torch.device("cpu"),
         loss_fn=_loss_sum,
+        boundary=_sent,
     )
     for seed, batch in enumerate(shapes):
         tokens, targets, _ = _data(batch, seed=seed)
@@ -350,7 +360,7 @@ def _with_fsdp_cases(shapes: tuple[int, ...]) -> list[dict[str, Tensor]]:
 
 
 def test_with_data_parallelism_over_batches_of_several_shapes(pool) -> None:
-    """The second shape makes torch look at the stages anew, with gradients of the first in place."""
+    """The second shape makes new stages of torch, with gradients of the first in place."""
     shapes = (8, 16)
     ranks = pool.run(4, _with_fsdp_cases, shapes)
     for number, case in enumerate(FSDP_CASES):

@@ -12,12 +12,9 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import RankFailed
 from tests.support.tables import tabled
 from titan.parallel import (
-    apply_compile,
-    apply_fsdp,
     apply_tp,
     build_mesh,
     initialize,
-    materialize,
 )
 
 PLAN = {
@@ -151,29 +148,6 @@ def _gather_nothing(style: str) -> None:
 def test_nothing_to_gather(pool, style: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
         pool.run(2, _gather_nothing, style)
-
-
-def _gradients(tp: int, compiled: bool) -> dict[str, torch.Tensor]:
-    torch._dynamo.reset()
-    mesh = build_mesh("cpu", tp=tp, dp_shard=1)
-    with torch.device("meta"):
-        model = Net()
-    if tp > 1:
-        apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=2, loss_parallel=False)
-    if compiled:
-        apply_compile(model, container="blocks", backend="aot_eager")
-    apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.blocks, gradients="sum")
-    materialize(model, device="cpu")
-    initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.3)
-    return _after_a_pass(model)
-
-
-def test_an_embedding_before_compiled_blocks_gets_its_gradient(pool) -> None:
-    (expected,) = pool.run(1, _gradients, 1, False)
-    for found in pool.run(2, _gradients, 2, True):
-        assert found.keys() == expected.keys() and expected["embed.weight"].norm() > 0.1
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def _still_trained() -> list[str]:

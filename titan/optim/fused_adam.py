@@ -52,12 +52,8 @@ class FusedAdam(Allocates, torch.optim.Adam):
         self.divisor: Tensor | None = None
         self.backend, self.decoupled = backend, decoupled
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"divisor": self.divisor, "backend": self.backend, "decoupled": self.decoupled}
-        return super().__getstate__() | own
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Groups of another implementation, or of an older torch, lack what this one is.
+        # Groups of another implementation lack what this one is.
         own = {"fused": True, "foreach": None, "decoupled_weight_decay": self.decoupled}
         groups = [group | own for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict | {"param_groups": groups})

@@ -17,10 +17,9 @@ different numbers of valid tokens. torch's fully_shard averages, which is right 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -47,32 +46,14 @@ from .selective import outside_selection
 from .torch_compat import replicate
 
 Reduction = Literal["sum", "mean"]
-P = ParamSpec("P")
 
 
-def _with_reduction(helper: Callable[P, None]) -> Callable[P, None]:
-    """Make a helper raise an error that says which `gradients` a trainer needs, if it has none or another one."""
-
-    @wraps(helper)
-    def call(*args: P.args, **options: P.kwargs) -> None:
-        if options.get("gradients") not in get_args(Reduction):
-            raise TypeError(
-                f'{helper.__name__} needs gradients="sum" or gradients="mean", got {options.get("gradients")!r}: "mean" for a trainer that was '
-                "written for torch's fully_shard or DistributedDataParallel, whose loss is a mean over each rank's own batch; \"sum\" if each rank "
-                "divides its loss by what all ranks count"
-            )
-        helper(*args, **options)
-
-    return call
-
-
-@_with_reduction
 def apply_fsdp(
     model: nn.Module,
     *,
     mesh: DeviceMesh,
     blocks: Iterable[nn.Module] | nn.ModuleDict,
-    gradients: Reduction,
+    gradients: Reduction | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
@@ -113,6 +94,7 @@ def apply_fsdp(
         TypeError: `gradients` is missing.
         ValueError: no module is named, or one that the model does not have; or as `units_of`.
     """
+    divisor = _divisor(gradients, mesh)
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype or _precise(model)}
     precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast_forward_inputs)
     pins = mesh.device_type != "cpu"
@@ -138,13 +120,23 @@ def apply_fsdp(
     alone = {inner for inner, inner_mesh in (own_mesh or {}).items() if inner_mesh.size() == 1}
     if mesh.size() == 1:
         alone |= {*model.modules()} - {*(own_mesh or ())}
-    num_averaged = mesh.size() if gradients == "mean" else 1
-    reduce_gradients(model, divisor=num_averaged, alone=alone, uneven=own_mesh or ())
+    reduce_gradients(model, divisor=divisor, alone=alone, uneven=own_mesh or ())
     if [*first] in units and _only_embeddings(first):
         first[0].set_unshard_in_backward(False)
     # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
     gathers = any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values())
     _prefetch(gathered, int(gathers) if prefetch < 0 else prefetch)
+
+
+def _divisor(gradients: Reduction | None, mesh: DeviceMesh) -> int:
+    """Return the number by which sums of gradients are divided."""
+    if gradients not in get_args(Reduction):
+        raise TypeError(
+            f'gradients="sum" or "mean", got {gradients!r}: "mean" for a trainer that was written for torch\'s fully_shard or '
+            'DistributedDataParallel, whose loss is a mean over each rank\'s own batch; "sum" if each rank divides its loss by what all '
+            "ranks count"
+        )
+    return mesh.size() if gradients == "mean" else 1
 
 
 def _precise(model: nn.Module) -> torch.dtype:
@@ -288,13 +280,12 @@ def _shard_dimension(experts: nn.Module, mesh: DeviceMesh) -> int:
     return 0 if mesh.size(mesh.ndim - 1) <= len(own) else 1
 
 
-@_with_reduction
 def apply_ddp(
     model: nn.Module,
     *,
     mesh: DeviceMesh,
     blocks: Iterable[nn.Module] | nn.ModuleDict,
-    gradients: Reduction,
+    gradients: Reduction | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     cast_forward_inputs: bool = True,
@@ -319,6 +310,7 @@ def apply_ddp(
         first: modules that run before the blocks.
         last: modules that run after the blocks.
     """
+    divisor = _divisor(gradients, mesh)
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype or _precise(model)}
     precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast_forward_inputs)
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
@@ -326,7 +318,7 @@ def apply_ddp(
     units = units_of(model, blocks, encoders=encoders, first=first, last=last)
     for unit in [*reversed(units), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
-    reduce_gradients(model, divisor=mesh.size() if gradients == "mean" else 1)
+    reduce_gradients(model, divisor=divisor)
 
 
 def _check_model(

@@ -50,9 +50,8 @@ class Pipeline:
         group: process group of the pp axis.
         device: device of this rank.
         loss_fn: (output of the last stage, targets) -> scalar sum.
-        boundary: (input, further inputs of a microbatch) -> tensor on meta with the shape and dtype that each stage sends to the
-            next one. None: torch runs the stages one after the other over zeros to learn it. Experts then get all tokens on one
-            rank, and compiled stages compile one after the other.
+        boundary: (input, further inputs of a microbatch) -> tensor, on meta for example, with the shape and dtype that each stage
+            sends to the next one.
         is_first: this rank has the first stage.
         is_last: this rank has the last stage.
     """
@@ -68,7 +67,7 @@ class Pipeline:
         mesh: DeviceMesh,
         device: torch.device,
         loss_fn: LossFunction,
-        boundary: Boundary | None = None,
+        boundary: Boundary,
     ) -> None:
         expected = schedule.stages_of(mesh.get_local_rank())
         assert sorted(stages) == expected, (
@@ -110,7 +109,7 @@ class Pipeline:
         count, given = self.schedule.num_microbatches, _without_none(inputs)
         is_new = self._key("train", input, count, given) not in self._runners
         runner = self.runner("train", input, count, inputs=given)
-        if is_new and self.compiles_first and self.boundary is not None:
+        if is_new and self.compiles_first:
             self._compile(input, targets, given)
         # An attribute, since torch passes the loss function an output and a target only.
         self._divisor = divide_by
@@ -121,9 +120,7 @@ class Pipeline:
             return_outputs=False,
             **given,
         )
-        # torch may have called the loss once more, to learn shapes.
-        losses = self._sums[-count:]
-        self._sums = []
+        losses, self._sums = self._sums, []
         return losses
 
     @torch.no_grad()
@@ -241,7 +238,6 @@ class Pipeline:
 
         All ranks compile at the same time.
         """
-        assert self.boundary is not None
         rows = len(input) // self.schedule.num_microbatches
         first, more = input[:rows], _first(inputs, rows)
         for number, stage in self.stages.items():
@@ -300,9 +296,7 @@ class Pipeline:
     def _torch_stages(
         self, input: Tensor, inputs: Mapping[str, Tensor], has_backward: bool
     ) -> list[Any]:
-        sent = None
-        if self.boundary is not None:
-            sent = self.boundary(input, inputs).to("meta").requires_grad_(has_backward)
+        sent = self.boundary(input, inputs).to("meta").requires_grad_(has_backward)
         return [
             Stage(
                 module,
@@ -312,7 +306,7 @@ class Pipeline:
                 group=self.group,
                 splits=has_backward and self.schedule.splits_backward,
                 # The last stage's output goes nowhere, so that its shape does not matter.
-                input_args=input.to("meta") if sent is not None and not number else sent,
+                input_args=sent if number else input.to("meta"),
                 output_args=sent,
             )
             for number, module in self.stages.items()
@@ -320,10 +314,7 @@ class Pipeline:
 
 
 class Stage(PipelineStage):
-    """torch's stage, with workarounds for three faults (docs/architecture.md).
-
-    If the shapes are given, torch runs no pass to learn them.
-    """
+    """torch's stage, with workarounds for its faults (docs/architecture.md). Shapes are given, so torch runs no pass to learn them."""
 
     def __init__(
         self, module: nn.Module, *args: Any, splits: bool = False, **kwargs: Any
@@ -332,9 +323,6 @@ class Stage(PipelineStage):
         # torch computes the first stage's whole backward pass in W.
         self._splits = splits and not self.is_first
         self._sent = kwargs["output_args"]
-        self._undo_inference = (
-            None if self._sent is not None else _remember(module, self.device)
-        )
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Remove messages to the rank itself: torch 2.11 makes them at the turn of a V, and gloo cannot send them."""
@@ -346,7 +334,7 @@ class Stage(PipelineStage):
         """Compute a microbatch. Raise ValueError if the next stage waits for an output of another shape or dtype."""
         with saving_for_two_passes() if self._splits else nullcontext():
             output, sent = super().forward_one_chunk(*args, **kwargs), self._sent
-        if self.is_last or sent is None:
+        if self.is_last:
             return output
         if (output.shape, output.dtype) != (sent.shape, sent.dtype):
             raise ValueError(
@@ -378,20 +366,10 @@ class Stage(PipelineStage):
         """
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Keep gradients when torch has learned the shapes of a new batch.
+        """Keep gradients for a new shape of batches.
 
-        From 2.13 on, torch throws away FSDP's gradients, even those of an earlier batch of the same optimizer step.
+        From 2.13 on, torch throws away FSDP's gradients here, even those of an earlier batch of the same optimizer step.
         """
-        if self._undo_inference is not None:
-            super()._post_metadata_inference_cleanup()
-            self._undo_inference()
-
-    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
-        """Run torch 2.11's only pass to learn shapes, and undo its effects. torch calls no cleanup after it."""
-        outputs = super()._shape_inference(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
-        assert self._undo_inference is not None
-        self._undo_inference()
-        return outputs
 
 
 def _reshard(module: nn.Module) -> None:

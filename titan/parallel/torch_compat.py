@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import socket
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -51,12 +50,10 @@ GPU_TYPES = {"cuda"}
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Announce a group, since torch up to 2.13 rewrites only for announced groups. 2.15 finds them and warns."""
+    """Announce a group, since torch up to 2.13 rewrites only for announced groups."""
     from torch.distributed import _symmetric_memory
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        _symmetric_memory.enable_symm_mem_for_group(group.group_name)
+    _symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
 def compute_capability(device_type: str) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, zeros
 
 from titan.optim.rounding import RoundingSeeds
 from titan.optim.states import Allocates, begin_step, local
@@ -177,23 +177,10 @@ def _levels(device: torch.device) -> dict[str, Tensor]:
 def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
     """Return fp32 zeros, one for each block of each row, laid out like the parameter."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
-    mine = local(parameter)
-    assert mine.shape[-1] % block == 0, (
+    assert local(parameter).shape[-1] % block == 0, (
         "rules.py refuses tensor parallel degrees that cut a block"
     )
-    zeros = torch.zeros(*mine.shape[:-1], mine.shape[-1] // block, device=mine.device)
     if not isinstance(parameter, DTensor):
-        return zeros
-    # Strides of the global tensor: from_local would guess them from this rank's shard.
-    strides = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(
-        zeros,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=strides,
-    )
-    return placed.to(
-        parameter.device
-    )  # of offloaded parameters, from_local takes it to the mesh's
+        return torch.zeros(shape, device=parameter.device)
+    placed = zeros(shape, device_mesh=parameter.device_mesh, placements=parameter.placements)
+    return placed.to(parameter.device)  # offloaded parameters are not on the mesh's device
