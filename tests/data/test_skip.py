@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint.identity import changed_settings
 from titan.cli import main
 from titan.config.render import to_toml
+from titan.contrib.megatron.data import MegatronTokens
+from titan.contrib.megatron.tests.test_data import draw_documents, options, write_by_hand
 from titan.data import DataError
 from titan.data.base import SOURCE_SHIFT
 from titan.data.reading import PIECE_CHARS
@@ -138,3 +141,18 @@ def test_refused(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=why):
             job(data={"skip": [entry]})
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_documents_of_megatrons_files(split: str, tmp_path: Path) -> None:
+    """They are numbered by the index, not by tokens that end them."""
+    documents = draw_documents(40)
+    path = str(write_by_hand(tmp_path / "a", documents))
+    shards = MegatronTokens(path, options(split, validation_fraction=0.25))
+    own = [[*chain(*d)] for d in (documents[:30] if split == "train" else documents[30:])]
+    everything: Any = {"start": 0, "count": shards.num_tokens}
+    numbers = np.repeat(np.arange(len(own)), [*map(len, own)])
+    assert (shards.documents(**everything) == numbers).all()
+    shards.leave_out([3, 0])
+    expected = np.where(np.isin(numbers, [0, 3]), PADDING, [*chain(*own)])
+    assert (shards.read(**everything) == expected).all()

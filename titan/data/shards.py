@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -177,6 +178,8 @@ class TokenShards:
         num_tokens: number of tokens in all files.
     """
 
+    _left_out = np.zeros((2, 0), dtype=np.int64)  # begins and ends of spans of tokens
+
     def __init__(self, folder: Path, *, split: str) -> None:
         self.folder, self.split = folder, split
         self.index = read_index(folder / INDEX)
@@ -187,7 +190,6 @@ class TokenShards:
         self._maps = [self._map(shard) for shard in self._shards]
         self.ends = np.cumsum([len(tokens) for tokens in self._maps], dtype=np.int64)
         self.num_tokens = self.index.total(split)
-        self._left_out = np.zeros((2, 0), dtype=np.int64)  # begins and ends of spans of tokens
 
     def _map(self, shard: Shard) -> np.ndarray:
         file, dtype = self.folder / shard.file, np.dtype(self.index.dtype)
@@ -228,19 +230,14 @@ class TokenShards:
         Raises:
             DataError: no token marks where documents begin, or there are fewer of them.
         """
-        self._require_marks()
-        ends = np.array([shard.documents for shard in self._shards]).cumsum()
-        if (last := max(rows)) >= ends[-1]:
-            raise DataError(f"there is no row {last}; they end at {ends[-1] - 1}")
+        firsts = np.cumsum([0, *(shard.documents for shard in self._shards)])
+        if (last := max(rows)) >= firsts[-1]:
+            raise DataError(f"there is no row {last}; they end at {firsts[-1] - 1}")
         spans = []
-        for file, shard in enumerate(self._shards):
+        for file, (first, end) in enumerate(pairwise(firsts)):
             # A document may begin in one file and end in the next.
-            numbers = np.unique(rows) - (ends[file] - shard.documents)
-            numbers = numbers[(numbers >= 0) & (numbers <= shard.documents)]
-            if not numbers.size:
-                continue
-            edges = [[self.begin_of(file)], self._starts(file), [self.ends[file]]]
-            edges = np.concatenate(edges)
+            numbers = [row - first for row in sorted({*rows}) if first <= row <= end]
+            edges = np.append(self._begins(file), self.ends[file]) if numbers else ()
             spans += [edges[n : n + 2] for n in numbers if n + 1 < len(edges)]
         self._left_out = np.stack(spans, axis=1)
 
@@ -250,29 +247,25 @@ class TokenShards:
         Raises:
             DataError: no token marks where they begin.
         """
-        self._require_marks()
         places = np.arange(start, start + count)
         files = self.ends.searchsorted(places, side="right")
-        numbers = np.array([shard.documents for shard in self._shards]).cumsum()[files]
-        for file in map(int, np.unique(files)):
-            # The tokens of a document that ends in this file come before those of the next one.
-            starts, here = self._starts(file), files == file
-            numbers[here] -= self._shards[file].documents - starts.searchsorted(
-                places[here], "right"
-            )
-        return numbers
+        parts = []
+        for file in np.unique(files).tolist():
+            before = sum(shard.documents for shard in self._shards[:file]) - 1
+            begins = self._begins(file)
+            parts.append(before + begins.searchsorted(places[files == file], side="right"))
+        return np.concatenate(parts)
 
-    def _require_marks(self) -> None:
-        if not (self.index.kinds or self.special_tokens.marks_boundaries):
+    def _begins(self, number: int) -> np.ndarray:
+        """Return where documents begin in a file. Its first token may continue one."""
+        tokens, marks = self._maps[number][None], self.special_tokens
+        if not (self.index.kinds or marks.marks_boundaries):
             raise DataError(
                 f"no token marks the documents of '{self.folder}': set data.add_eos"
             )
-
-    def _starts(self, number: int) -> np.ndarray:
-        """Return where documents begin in a file, but for its first token, which may continue a document."""
-        tokens, marks = self._maps[number][None], self.special_tokens
         is_start = tokens >> KIND_SHIFT == START if self.index.kinds else marks.starts(tokens)
-        return self.begin_of(number) + 1 + np.flatnonzero(is_start[0, 1:])
+        begins = np.append(0, 1 + np.flatnonzero(is_start[0, 1:]))
+        return self.begin_of(number) + begins
 
     def begin_of(self, number: int) -> int:
         """Return the number of tokens before a file."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from titan.data import DataError
 from titan.data.shard_samples import SampleOptions
-from titan.data.shards import Index, TokenShards
+from titan.data.shards import Index, Shard, TokenShards
 from titan.data.sources import Documents
 from titan.data.special_tokens import SpecialTokens
 
@@ -53,7 +53,11 @@ class MegatronTokens(TokenShards):
                 'tokenize with --append-eod, or set data.document_mask = false and data.packing = "cut"'
             )
         border = ends[-1 - round((len(ends) - 1) * data.validation_fraction)]
-        tokens = tokens[:border] if options.split == "train" else tokens[border:]
+        is_train = options.split == "train"
+        tokens = tokens[:border] if is_train else tokens[border:]
+        starts = ends[:-1][(ends[:-1] < border) == is_train]
+        self._document_begins = starts - starts[:1]
+        self._shards = [Shard.model_construct(documents=len(starts))]
         self.folder, self.split, self.num_tokens = Path(path), options.split, len(tokens)
         # Only conversations and the cache of packed rows ask for the rest.
         # pyrefly: ignore[missing-argument]
@@ -63,6 +67,9 @@ class MegatronTokens(TokenShards):
         # A split without documents has no file.
         self._maps = [tokens][: len(tokens)]
         self.ends = np.array([len(tokens)])[: len(tokens)]
+
+    def _begins(self, number: int) -> np.ndarray:
+        return self._document_begins
 
 
 def describe(path: str) -> Documents:
