@@ -260,9 +260,8 @@ class CompileSection(Section):
 
     enable: bool = False
     """Compile. The first step takes longer, up to minutes; the following ones are faster."""
-    components: list[Literal["model", "loss", "optimizer"]] = ["model", "loss", "optimizer"]
-    """What to compile. "model": each block. "loss": the elementwise part of the loss. "optimizer": the update of
-    AdamW and Adam with implementation "fused", which then clips in the same pass."""
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
+    """What to compile. "model": each block. "loss": the elementwise part of the loss."""
     backend: str = "inductor"
     """Compiler backend. Others than "inductor", such as "aot_eager", are for debugging."""
     mode: Literal[

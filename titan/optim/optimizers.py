@@ -69,7 +69,6 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     *,
     seed: int = 0,
-    backend: str = "",
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a section.
 
@@ -77,7 +76,6 @@ def build_optimizer(
         section: [optimizer]. A third party's section has a method `build(parameters) -> torch.optim.Optimizer`, which is called.
         named_parameters: parameters of the model, or of this rank's stages, with their names.
         seed: seed of stochastic rounding.
-        backend: backend of torch.compile for the update of AdamW and Adam. Empty: torch's own fused kernel.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
     build = completed(section, OptimizerDefaults).build
@@ -85,10 +83,10 @@ def build_optimizer(
         optimizer = build(list(named.values()))
     elif isinstance(section, MuonSection):
         build_muon = _part(BuildMuon)
-        optimizer = build_muon(section, named, seed=seed, backend=backend)
+        optimizer = build_muon(section, named, seed=seed)
     else:
         assert isinstance(section, AdamOptions)
-        optimizer = build_adam(section, named, lr=section.lr, seed=seed, backend=backend)
+        optimizer = build_adam(section, named, lr=section.lr, seed=seed)
     # torch's schedulers keep the peak under this name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -129,7 +127,6 @@ def build_adam(
     *,
     lr: float,
     seed: int,
-    backend: str,
 ) -> torch.optim.Optimizer:
     """Build Adam or AdamW: `FusedAdam`, torch's, or one with small states.
 
@@ -138,7 +135,6 @@ def build_adam(
         named: trained parameters, by name.
         lr: peak learning rate.
         seed: seed of stochastic rounding.
-        backend: backend of torch.compile for the update.
     """
     groups = parameter_groups(
         named.values(),
@@ -159,7 +155,7 @@ def build_adam(
         state_dtype is None or weight_dtypes == {state_dtype}
     ):
         if section.implementation == "fused":
-            return FusedAdam(groups, decoupled=decoupled, backend=backend, **options)
+            return FusedAdam(groups, decoupled=decoupled, **options)
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
             groups, foreach=section.implementation == "foreach", **options
         )
@@ -187,7 +183,6 @@ class BuildMuon(Protocol):
         /,
         *,
         seed: int,
-        backend: str,
     ) -> torch.optim.Optimizer: ...
 
 

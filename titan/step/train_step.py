@@ -468,7 +468,6 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         config.optimizer,
         [named for part in model_parts for named in part.named_parameters()],
         seed=config.debug.seed,
-        backend=config.compile.backend_of("optimizer"),
     )
     return TrainStep(
         job=job,

@@ -198,7 +198,7 @@ class Muon(Allocates, torch.optim.Optimizer):
 
 
 def build_muon(
-    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int, backend: str
+    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a section (optimizer.Muon of `titan.extensions`).
 
@@ -206,12 +206,11 @@ def build_muon(
         section: [optimizer]. Its blocks are the children of `layers`, a name that every model family shares.
         named: trained parameters of the model, or of this rank's stages, by name.
         seed: seed of stochastic rounding.
-        backend: backend of torch.compile for the update of the other parameters.
     """
     in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and is_matrix(k, p)}
     rest = {name: p for name, p in named.items() if name not in in_blocks}
     adam_lr = section.lr if section.adam_lr is None else section.adam_lr
-    others = build_adam(section, rest, lr=adam_lr, seed=seed, backend=backend)
+    others = build_adam(section, rest, lr=adam_lr, seed=seed)
     if not in_blocks:  # a pipeline stage of the embedding alone
         return others
     matrices = list(in_blocks.values())

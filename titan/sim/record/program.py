@@ -20,13 +20,10 @@ from torch import nn
 
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
-from titan.optim import fused_adam
 from titan.optim.states import local
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, wrap_part
-from titan.sim.record.operators import size_bytes
-from titan.sim.record.segments import LAYER
-from titan.sim.record.trace import Allocate, Event, Kernel, Trace, left, outer_numbers
+from titan.sim.record.trace import Allocate, Event, Trace, left, outer_numbers
 from titan.step import train_step as module
 from titan.step.resolved import ResolvedJob, resolve_job
 
@@ -200,12 +197,6 @@ class _Marks:
         self.program, self.tracer = program, tracer
         self.owners = _owners(program)
         self.without_gradient: list[Any] = []
-        # By the address of a parameter's memory, its block.
-        self._blocks = {
-            local(tensor).untyped_storage()._cdata: found[0]
-            for tensor, owner in self.owners.items()
-            if (found := LAYER.match(owner))
-        }
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -218,10 +209,6 @@ class _Marks:
         if program.pipeline is not None:
             program.pipeline.loss_fn = wrap_part(self.tracer, program.pipeline.loss_fn, "L")
         with ExitStack() as replaced:
-            compiled_update = patch.object(
-                fused_adam, "_compiled", lambda *_: self._update_rows
-            )
-            replaced.enter_context(compiled_update)
             # A program finds the function by its module's global name, so replacing that is enough.
             for where, name in program.clips:
                 clip = self._clipping(getattr(where, name))
@@ -265,20 +252,3 @@ class _Marks:
             return result
 
         return optimizer_step
-
-    def _update_rows(self, *tensors: torch.Tensor) -> None:
-        """Record one kernel of an update, as Inductor compiles it: its bytes follow from its tensors."""
-        weight, _, average, square, *_ = tensors
-        kernel = Kernel(
-            "fused: add_copy__div_lerp_mul_sqrt_sub",
-            "pointwise",
-            dtype=str(weight.dtype)[6:],
-            read_bytes=sum(map(size_bytes, tensors)),
-            write_bytes=sum(map(size_bytes, (weight, average, square))),
-            host="compiled",
-        )
-        # A launch for each large parameter belongs to the parameter's block, so that it repeats
-        # with the blocks.
-        block = self._blocks.get(weight.untyped_storage()._cdata, "")
-        with self.tracer.scopes.in_module(block):
-            self.tracer.launch(kernel)
