@@ -157,26 +157,6 @@ def test_what_not_every_micro_batch_uses(way: str, pool: Pool) -> None:
                         )
 
 
-def on_one_rank_alone(way: str, skips: Skips) -> None:
-    model = Model()
-    if way == "DDP":
-        mesh = build_mesh("cpu", dp_replicate=2)["dp_replicate"]
-        apply_ddp(model, mesh=mesh, blocks=model.blocks.children(), gradients="sum")
-    else:
-        mesh = build_mesh("cpu", dp_shard=2)["dp_shard"]
-        apply_fsdp(model, mesh=mesh, blocks=model.blocks.children(), gradients="sum")
-    model(ids_of(0, 0, 0), *(skips if dist.get_rank() else ())).sum().backward()
-
-
-@pytest.mark.parametrize("way", ["DDP", "FSDP"])
-def test_ranks_that_skip_different_blocks_are_told_so(way: str, pool: Pool) -> None:
-    text = r"one rank runs 'blocks\.1' and another one 'blocks\.2'"
-    with pytest.raises(RankFailed, match=text):
-        pool.run(2, on_one_rank_alone, way, (("block", 1),))
-    with pytest.raises(RankFailed, match=r"one rank runs 'blocks\.2' and another one the end"):
-        pool.run(2, on_one_rank_alone, way, (("rest", 1),))
-
-
 # ---- shared parameters ---------------------------------------------------------------------------
 
 

@@ -30,13 +30,11 @@ class GroupSums:
         names: names of the groups.
         count: number of groups. 0: there are none, and nothing is computed.
         sums: nothing without groups, else one tensor, fp64 (G + 1, 2): summed loss in nats and number of valid tokens.
-        calls: the same of each call of the loss since the last `collect`.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names, self.count = names, len(names)
         self.sums: list[Tensor] = []
-        self.calls: list[Tensor] = []
 
     def expect(self, count: int) -> None:
         """Count so many groups from the next `begin` on, whether they have names or not."""
@@ -44,17 +42,10 @@ class GroupSums:
 
     def begin(self, device: torch.device) -> None:
         """Begin at zero."""
-        self.calls.clear()
-        self.sums = [self._zeros(device)] if self.count else []
-
-    def _zeros(self, device: torch.device) -> Tensor:
         # fp64 holds any number of tokens, and adds without an error that shows beside an fp32 loss.
-        return torch.zeros(self.count + 1, 2, dtype=torch.float64, device=device)
-
-    def call(self, device: torch.device) -> None:
-        """Begin a call of the loss."""
+        self.sums = []
         if self.count:
-            self.calls.append(self._zeros(device))
+            self.sums.append(torch.zeros(self.count + 1, 2, dtype=torch.float64, device=device))
 
     def split(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the labels alone, and their groups: 0 for labels without one."""
@@ -62,16 +53,11 @@ class GroupSums:
         return with_groups(labels, -groups), groups
 
     def add(self, losses_C: Tensor, groups_C: Tensor, is_valid_C: Tensor) -> None:
-        """Add tokens to the present call."""
+        """Add tokens."""
         numbers_C2 = torch.stack([losses_C.detach().double(), is_valid_C.double()], dim=1)
-        # The order of the sum is fixed on every device, as that of `index_add_` is not.
-        self.calls[-1].index_put_((groups_C,), numbers_C2, accumulate=True)
-
-    def collect(self, calls: int) -> None:
-        """Add the last calls. A pipeline may make others before them, to learn shapes or to compile."""
-        for sums in self.sums:
-            sums += sum(self.calls[-calls:])
-        self.calls.clear()
+        for sums_G2 in self.sums:
+            # The order of the sum is fixed on every device, as that of `index_add_` is not.
+            sums_G2.index_put_((groups_C,), numbers_C2, accumulate=True)
 
     def columns(self, sums: Sequence[float], *, prefix: str) -> dict[str, float]:
         """Return the mean loss and the tokens of each group that has tokens, as columns of metrics.jsonl.

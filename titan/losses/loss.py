@@ -357,7 +357,6 @@ class LossSum:
         if isinstance(weight, DTensor):
             weight = local_shard(weight, self.shard)
         shard = self.shard
-        self.groups.call(input.device)
         input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
         part_tokens = len(input_ND) // len(scales)
         num_chunks = -(-part_tokens // (self.chunk_tokens or part_tokens))

@@ -36,9 +36,9 @@ from torch.distributed.tensor import DTensor, Shard
 from .alike import require_alike_modules, require_alike_parameters
 from .fsdp_compat import (
     average_gradients,
-    compare_units,
     gathers_itself,
     reduce_unused,
+    refuse_graph,
 )
 from .init_weights import canonical_name
 from .one_rank import stay_on_rank
@@ -393,7 +393,8 @@ def reduce_gradients(
             stay_on_rank(module)
         if divisor > 1:
             average_gradients(module, divisor)
-    compare_units(model, units)
+    for _, unit in units:
+        refuse_graph(unit)
 
 
 def set_gradient_sync(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
@@ -88,37 +87,10 @@ def _divide(group: Any, reduce: Callable[..., None], factor: float, *args: Any) 
     reduce(*args)
 
 
-def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-    """Make ranks that run different FSDP units raise ValueError instead of waiting forever.
+def refuse_graph(module: nn.Module) -> None:
+    """Make a backward pass that builds a graph raise ValueError: FSDP would give the outer pass wrong gradients."""
 
-    They might also mix up what they send. Only the first pass of each unit is compared, as a comparison waits for the device. units
-    has each unit's name.
-    """
-    numbered = [(n, g) for n, (_, unit) in enumerate(units) for g in parameter_groups(unit)[:1]]
-    names = [*(f"'{name}'" for name, _ in units), "the end"]
-    compared: set[int] = set()
-
-    def compare(group: Any, number: int) -> None:
-        if number in compared or not torch.is_grad_enabled() or detect_fake_mode():
-            return  # fake tensors have no numbers
-        compared.add(number)
-        low_high = torch.tensor([-number, number], device=group.device)
-        for axis in ("shard", "replicate"):
-            ranks = getattr(group.mesh_info, f"{axis}_process_group", None)
-            if ranks is not None and ranks.size() > 1:
-                dist.all_reduce(low_high, op=dist.ReduceOp.MAX, group=ranks)
-        low, high = low_high.abs().tolist()
-        if low != high:
-            raise ValueError(
-                f"in a forward pass one rank runs {names[low]} and another one {names[high]}: let all ranks leave out the same blocks, "
-                "by numbers that are equal on all of them"
-            )
-
-    def before(group: Any, number: int, forward: Callable[..., Any], *args: Any) -> Any:
-        compare(group, number)
-        return forward(*args)
-
-    def refuse_graph(backward: Callable[..., Any], *args: Any) -> Any:
+    def refuse(backward: Callable[..., Any], *args: Any) -> Any:
         # Only create_graph turns gradients on in a backward pass.
         if torch.is_grad_enabled() and not detect_fake_mode():
             raise ValueError(
@@ -127,12 +99,8 @@ def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> N
             )
         return backward(*args)
 
-    for number, group in numbered:
-        group.pre_forward = partial(before, group, number, group.pre_forward)
-        group.pre_backward = partial(refuse_graph, group.pre_backward)
-    if numbered:
-        first = numbered[0][1]
-        model.register_forward_hook(lambda *_: compare(first, len(units)))
+    for group in parameter_groups(module)[:1]:
+        group.pre_backward = partial(refuse, group.pre_backward)
 
 
 def _post_backward(

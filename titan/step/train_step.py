@@ -230,9 +230,7 @@ class TrainStep:
         self.group_sums.begin(self.device)
         with self._evaluating():
             for batch in map(self.to_local, batches):
-                losses = self._forward(batch)
-                self.group_sums.collect(len(losses))
-                loss += self._total(losses)
+                loss += self._total(self._forward(batch))
                 num_valid += _count_valid([batch])
         self._sum_groups()
         return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
@@ -354,13 +352,11 @@ class TrainStep:
             losses = self.pipeline.step(
                 batch.input, batch.targets, divide_by=divisor, **batch.inputs
             )
-            self.group_sums.collect(len(losses))
             self.on_event("backward")
             return self._total(losses)
         (model,) = self.model_parts
         self.prepare_backward(model, is_last=is_last)
         loss = self._loss(batch)
-        self.group_sums.collect(1)
         self.on_event("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
         (loss / divisor).backward()
