@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND
 from tests.support.ranks import Pool
-from tests.support.runs import Run, numbers, saved_tensors
+from tests.support.runs import Run, errors, numbers, relative_error, saved_tensors
 from tests.support.tables import table
 from tests.support.trainers import PoolTrainer, Trainer, run_to_end
 from titan.base.signals import StopRequest
@@ -111,23 +110,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return alone(tmp_path_factory.mktemp("phases") / "whole", LONG, SPLIT)
 
 
-def errors(folder: Path, whole: Path, last: int = STEPS) -> dict[str, float]:
-    """Return the largest relative difference of the rows, and of what the last checkpoints hold."""
-    assert [row[0] for row in numbers(folder)] == [row[0] for row in numbers(whole)]
-    rows = zip(numbers(folder), numbers(whole), strict=True)
-    pairs = [pair for mine, other in rows for pair in zip(mine, other, strict=True)]
-    found = {"rows": max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)}
-    name = Path("checkpoint") / f"step-{last}"
-    ours, theirs = saved_tensors(folder / name), saved_tensors(whole / name)
-    assert ours.keys() == theirs.keys()
-    found["saved"] = max(_error(ours[key], theirs[key]) for key in theirs)
-    return found
-
-
-def _error(mine: Tensor, other: Tensor) -> float:
-    return float((mine - other).float().norm() / other.float().norm().clamp(min=1e-12))
-
-
 def test_three_layouts_equal_one_process(pool: Pool, whole: Path, tmp_path: Path) -> None:
     """Three layouts equal one process. A border loads also what a start of the job leaves out, and no old model stays in memory."""
     config = job(tmp_path, checkpoint={"exclude_from_loading": ["optimizer"]})
@@ -214,7 +196,7 @@ def test_other_starts(pool: Pool, whole: Path, tmp_path: Path) -> None:
         ]
         last = Path("checkpoint/step-9")
         ours, theirs = saved_tensors(folder / last), saved_tensors(whole / last)
-        assert max(_error(ours[name], theirs[name]) for name in theirs) < BOUND
+        assert max(relative_error(ours[name], theirs[name]) for name in theirs) < BOUND
 
 
 TABLES = """
@@ -253,7 +235,7 @@ def test_killed_in_each_phase(tmp_path: Path) -> None:
         run.wait_until_training(step=step)
         run.kill()
     assert start().end() == 0
-    found = errors(tmp_path / "killed", tmp_path / "whole", last=45)
+    found = errors(tmp_path / "killed", tmp_path / "whole")
     assert max(found.values()) < BOUND, found
     said = (tmp_path / "messages.txt").read_text()
     meshes = [

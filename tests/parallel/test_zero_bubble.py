@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.layouts import BOUND, Layout, fsdp, largest, pp, schedule, tp, train
+from tests.support.operations import Watch
 from tests.support.ranks import Pool
 from titan.models.llama3.config import LlamaConfig
 from titan.models.llama3.model import Block
@@ -89,23 +89,10 @@ def test_equals_one_process(
     assert all(value < BOUND for value in found.values()), found
 
 
-class Counted(TorchDispatchMode):
-    """Counts operations that compute."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        schema = getattr(func, "_schema", None)
-        is_view = schema is None or any(r.alias_info for r in schema.returns)
-        if not is_view and "empty" not in str(func):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+def computes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    is_view = schema is None or any(r.alias_info for r in schema.returns)
+    return not is_view and "empty" not in str(func)
 
 
 def alive() -> dict[int, int]:
@@ -153,7 +140,8 @@ def measured(
     model(x).backward(gradient)  # compiles
     for leaf in (x, *weights):
         leaf.grad = None
-    before, between, counted = alive().keys(), 0, Counted()
+    ran: list[Any] = []
+    before, between, counted = alive().keys(), 0, Watch(lambda func, *_: ran.append(func))
     if not split:
         y = model(x)
         with counted:
@@ -171,7 +159,11 @@ def measured(
         with counted:
             backward_weight(work)
     assert found is not None
-    return counted.counts, between, [found, *(w.grad for w in weights if w.grad is not None)]
+    return (
+        Counter(map(str, filter(computes, ran))),
+        between,
+        [found, *(w.grad for w in weights if w.grad is not None)],
+    )
 
 
 CASES = [

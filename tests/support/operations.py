@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Watch(TorchDispatchMode):
     """Calls a function with each operation that runs within it, its arguments (those by keyword last) and its result."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, see: Callable[[Any, Any, Any], object]) -> None:
         super().__init__()
         self.see = see

@@ -56,6 +56,23 @@ def same_tensors(a: Path, b: Path) -> bool:
     return all(torch.equal(expected[name], saved[name]) for name in expected)
 
 
+def errors(folder: Path, whole: Path) -> dict[str, float]:
+    """Return the largest relative difference of the rows, and of what the last checkpoints hold."""
+    assert [row[0] for row in numbers(folder)] == [row[0] for row in numbers(whole)]
+    rows = zip(numbers(folder), numbers(whole), strict=True)
+    pairs = [pair for mine, other in rows for pair in zip(mine, other, strict=True)]
+    found = {"rows": max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)}
+    name = f"checkpoint/step-{numbers(whole)[-1][0]}"
+    ours, theirs = saved_tensors(folder / name), saved_tensors(whole / name)
+    assert ours.keys() == theirs.keys()
+    found["saved"] = max(relative_error(ours[key], theirs[key]) for key in theirs)
+    return found
+
+
+def relative_error(mine: torch.Tensor, other: torch.Tensor) -> float:
+    return float((mine - other).float().norm() / other.float().norm().clamp(min=1e-12))
+
+
 class Run:
     """The debug model, made smaller, in `folder`; `program` is what Python runs, and `before` the words before it."""
 

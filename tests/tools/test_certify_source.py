@@ -154,8 +154,8 @@ def test_lost_and_left_tensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"missing_keys: model\.layers\.0\.self_attn\.k_proj\.bias"
     ):
-        source._load(more, tmp_path)
-    assert isinstance(source._load(config, tmp_path), torch.nn.Module)
+        source.CausalJudge().load(more, tmp_path)
+    assert isinstance(source.CausalJudge().load(config, tmp_path), torch.nn.Module)
 
 
 # ---- the certificate -----------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,12 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-from titan.base.untrusted import InputError
+from titan.base.untrusted import InputError, tomllib
 
 PROCESS_BYTES = 2**28
 """Memory of a process that has imported torch and titan, measured at 0.2 GiB."""

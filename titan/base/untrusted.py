@@ -14,6 +14,7 @@ import io
 import os
 import re
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -23,6 +24,11 @@ from typing import IO, Annotated, Any, TypeVar
 from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
 
 from titan.base.failure import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib as tomllib
+else:
+    import tomli as tomllib  # noqa: F401
 
 T = TypeVar("T")
 Finite = Annotated[float, AllowInfNan(False)]

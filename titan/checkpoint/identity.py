@@ -11,7 +11,7 @@ titan.json in each step describes the job that saved it (`read_metadata`). Three
              "chat_template": fingerprint,
              "data":          {"training.dataset_path": {"identity": ..., "files": 3, "bytes": 41_000}}}
 
-titan.train asks before it imports torch, and the manager asks again about the loaded step.
+Steps of older versions lack some facts. titan.train asks before it imports torch, and the manager asks again about the loaded step.
 """
 
 from __future__ import annotations
@@ -215,15 +215,24 @@ def changed_model(
     """Compare a step's model with the job's model.
 
     Args:
-        saved: the step's titan.json.
+        saved: the step's titan.json. Steps of an older titan have no facts in it, but a config.
         config: the job.
         of_training: compare the sizes that matter only for training, in place of the sizes that decide what the model computes.
 
     Returns:
         The old and the new value of each key that differs.
     """
-    # Another version of titan may have other facts.
-    before, now = saved.get("model", {}), job_facts(config)
+    before, now = saved.get("model"), job_facts(config)
+    if not before:
+        # A step of an older titan has no facts. Its keys may be unknown, or its package gone.
+        with suppress(ConfigError, ValueError, LookupError, TypeError, AttributeError):
+            old = tomllib.loads(saved["config"])
+            names = {"name", "flavor", "overrides"} & old["model"].keys()
+            model = {name: old["model"][name] for name in names}
+            tables = {"model": model, "task": old.get("task", {})}
+            before = job_facts(JobConfig.model_validate(tables))
+    before = before or {}
+    # Another version of titan has other facts.
     shared = before.keys() & now.keys()
     found = {key: pair for key, pair in differing(before, now).items() if key in shared}
     if "model.name" in found:  # the sizes of another family do not compare

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from titan.base.untrusted import InputError, printable, read_bytes
+from titan.base.untrusted import InputError, printable, read_bytes, tomllib
 
 from .errors import ConfigError, KeyPath, Problem, Table, key_text, nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # Text between tokens. It may contain commas, since they have no meaning for the scanner in valid TOML.
 _BLANK = re.compile(r"(?:[\s,]|#[^\n]*)*")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -265,19 +265,17 @@ def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
         _save(step, folder / "weights", {})
         theirs = judge.load(config, folder / "weights")
         found = _outputs(step, judge, theirs)
-        gradients = {
-            f"model.{name}": torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in named_parameters(step)
-        }
-        _save(step, folder / "gradients", gradients)
+        named = ((f"model.{name}", p) for name, p in named_parameters(step))
+        _save(step, folder / "gradients", _gradients(named))
         ours = dict(judge.load(config, folder / "gradients").named_parameters())
-    expected = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in theirs.named_parameters()
-    }
-    each = ratios([{"gradients": ours}], {"gradients": expected}, "gradients", LEAST)
+    expected = {"gradients": _gradients(theirs.named_parameters())}
+    each = ratios([{"gradients": ours}], expected, "gradients", LEAST)
     name = max(each, key=lambda name: each[name])
     return {**found, "gradients": each[name]}, name
+
+
+def _gradients(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
 
 
 def _std(name: str) -> float:
@@ -315,25 +313,6 @@ def _outputs(step: TrainStep, judge: Judge, theirs: Any) -> dict[str, float]:
         size += expected.detach().square().sum().item()
     losses = abs(ours_sum - theirs_sum) / theirs_sum
     return {"logits": math.sqrt(away / size), "losses": losses}
-
-
-def _load(config: JobConfig, folder: Path) -> Any:
-    """Return transformers' model with the weights of a folder. Raises ValueError if tensors are missing, left over or of another shape."""
-    transformers, theirs = _import(), config_of(config, folder)
-    theirs._experts_implementation = "eager"
-    name = (theirs.architectures or [""])[0]
-    kind: Any = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
-    model, report = kind.from_pretrained(
-        folder,
-        config=theirs,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
-    wrong = {what: sorted(map(str, names))[:3] for what, names in report.items() if names}
-    if wrong:
-        raise ValueError("; ".join(f"{k}: {', '.join(v)}" for k, v in wrong.items()))
-    return model.eval()
 
 
 def _batches(step: TrainStep) -> Iterator[Any]:
@@ -392,7 +371,21 @@ class CausalJudge:
         return task_module(config) is None
 
     def load(self, config: JobConfig, folder: Path) -> nn.Module:
-        return _load(config, folder)
+        transformers, theirs = _import(), config_of(config, folder)
+        theirs._experts_implementation = "eager"
+        name = (theirs.architectures or [""])[0]
+        kind: Any = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+        model, report = kind.from_pretrained(
+            folder,
+            config=theirs,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+        wrong = {what: sorted(map(str, names))[:3] for what, names in report.items() if names}
+        if wrong:
+            raise ValueError("; ".join(f"{k}: {', '.join(v)}" for k, v in wrong.items()))
+        return model.eval()
 
     def compute(self, theirs: Any, batch: Any, local: Microbatch) -> tuple[Tensor, Tensor]:
         expected, losses = [], []

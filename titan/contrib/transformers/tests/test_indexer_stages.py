@@ -18,9 +18,8 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND
 from tests.support.ranks import Pool, RankFailed
-from tests.support.runs import logged_rows, same_tensors, saved_tensors
+from tests.support.runs import errors, logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer, run_to_end
-from tests.test_phase_layouts import errors
 from titan.checkpoint import CheckpointError
 from titan.checks.rules import check, check_to_run
 from titan.config.schema import JobConfig
@@ -116,7 +115,7 @@ def test_each_stage_goes_on_in_another_layout(whole: Path, pool: Pool, tmp_path:
     keys = ("data_parallel_shard", "tensor_parallel", "context_parallel")
     fsdp, tp, cp = ({f"{key}_degree": 2} for key in keys)
     train_and_kill(pool, 2, tmp_path, fsdp, fsdp, tp, cp)
-    found = errors(tmp_path, whole, last=STEPS)
+    found = errors(tmp_path, whole)
     assert max(found.values()) < BOUND, found
     both = [[row["indexer_loss"] for row in logged_rows(f)[2:]] for f in (tmp_path, whole)]
     assert both[0] == pytest.approx(both[1], rel=BOUND)
