@@ -25,7 +25,6 @@ from titan.config.errors import (
 )
 from titan.config.layout import (
     AXES,
-    CUDA_GRAPHS,
     Layout,
     degrees_of,
     layout_of,
@@ -70,7 +69,7 @@ def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     problems = check(_check_world) or check(
         _check_batch, _check_sequence, _check_stages, _check_phases
     )
-    problems += check(_check_matrices, _check_experts, _check_units, _check_graphs)
+    problems += check(_check_matrices, _check_experts, _check_units)
     # Check this only for a correct layout, since it builds the model.
     return problems or check(_check_plug_in)
 
@@ -250,13 +249,6 @@ def _check_units(config: JobConfig, model: Any, world_size: int) -> Violations:
             each = " on each pipeline rank" if parallel.pipeline_parallel_degree > 1 else ""
             reason = f"{number} are more than the model's {blocks} blocks{each}"
             yield f"parallelism.{name}", f"{reason}; use at most {blocks}"
-
-
-def _check_graphs(config: JobConfig, model: Any, world_size: int) -> Violations:
-    mode = config.compile.mode
-    if world_size > 1 and config.compile.enable and mode in CUDA_GRAPHS:
-        fix = 'use "max-autotune-no-cudagraphs"'
-        yield "compile.mode", f'"{mode}" replays CUDA graphs, which only one rank can do; {fix}'
 
 
 # ---- pipeline stages ---------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from titan.checks.phase_rules import check_phases, has_conversations
 from titan.checks.stage_rules import check_modules
 from titan.config.base import LIMIT, LOCAL_PRESETS, Section
 from titan.config.errors import KeyPath, Violations, choose, key_text
-from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import check_freeze
 from titan.config.phases import longest_sequence
@@ -314,21 +313,9 @@ def _kept(section: ActivationCheckpointSection, layers: int) -> Violations:
 
 
 def _compile(config: JobConfig) -> Violations:
-    mode, training, ac = config.compile.mode, config.training, config.activation_checkpoint
-    if mode == "default" or not config.compile.enable:
-        return
-    if config.compile.backend != "inductor":
-        yield "mode", f'is a mode of inductor; use "default" with "{config.compile.backend}"'
-    if mode not in CUDA_GRAPHS:
-        return
-    # A graph replays on fixed addresses: gathered or cast parameters get new ones in each step.
-    rule = f'"{mode}" replays CUDA graphs, which rules out'
-    fix = 'use "max-autotune-no-cudagraphs" or "default"'
-    if training.dtype != training.compute_dtype:
-        cast = f"casting parameters from {training.dtype} to {training.compute_dtype}"
-        yield "mode", f"{rule} {cast}; {fix}"
-    if ac.mode != "none":
-        yield "mode", f"{rule} recomputation; {fix}"
+    section = config.compile
+    if section.enable and section.mode != "default" and section.backend != "inductor":
+        yield "mode", f'is a mode of inductor; use "default" with "{section.backend}"'
 
 
 def _checkpoint(config: JobConfig) -> Violations:

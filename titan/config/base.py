@@ -42,16 +42,12 @@ def _rows(value: Any) -> Any:
     """Replace files among rows by their lines, so that the resolved job names every row."""
     found = []
     for entry in _split_commas(value):
-        if not isinstance(entry, str) or _ROW.fullmatch(entry):
+        if _ROW.fullmatch(str(entry)):
             found.append(entry)
-            continue
-        file = Path(entry).expanduser()
-        if not file.exists():
-            raise ValueError(f"{entry!r} is neither SOURCE:ROW nor a file")
-        for number, line in read_lines(file):
-            if not _ROW.fullmatch(line.strip()):
-                raise ValueError(f"{entry}, line {number}: not SOURCE:ROW")
-            found.append(line.strip())
+        else:
+            found += (line.strip() for _, line in read_lines(Path(entry).expanduser()))
+    if wrong := [row for row in found if not _ROW.fullmatch(row)]:
+        raise ValueError(f"{wrong[0]!r} is not SOURCE:ROW")
     return found
 
 

@@ -23,8 +23,6 @@ AXES = {
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
 }
-# Modes of torch.compile that replay CUDA graphs.
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 @dataclass(frozen=True, kw_only=True)

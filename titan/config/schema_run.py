@@ -264,12 +264,9 @@ class CompileSection(Section):
     """What to compile. "model": each block. "loss": the elementwise part of the loss."""
     backend: str = "inductor"
     """Compiler backend. Others than "inductor", such as "aot_eager", are for debugging."""
-    mode: Literal[
-        "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"
-    ] = "default"
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """Mode of inductor. "max-autotune-no-cudagraphs" measures which kernels are fastest, for a
-    longer first step. "reduce-overhead" replays CUDA graphs, on one rank in one precision only.
-    "max-autotune" does both."""
+    longer first step."""
     cache_folder: Annotated[str, Permission("code")] = ""
     """Folder for compiled programs, which nobody else may write into. Empty: TORCHINDUCTOR_CACHE_DIR, else titan/compile in the
     user's cache folder, or on several nodes titan-compile-UID in each node's temporary folder (TMPDIR)."""

@@ -197,8 +197,6 @@ class Replay(Hook):
         step.balance.begin(
             num_sequences=trainer.sequences_per_step, num_tokens=trainer.tokens_per_step
         )
-        if step.compile_log is not None:
-            torch.compiler.cudagraph_mark_step_begin()
         batch = step.to_local(batches[0])
         step.prepare_backward(model, is_last=True)
         loss = step.loss_sum(model(batch.input, **batch.inputs), batch.targets)

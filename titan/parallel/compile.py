@@ -32,9 +32,7 @@ from .torch_compat import (
 )
 from .traits import BlockTraits, blocks_in
 
-CompileMode = Literal[
-    "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"
-]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 class BackendError(UserError, ValueError):
@@ -63,7 +61,7 @@ def apply_compile(
         model: the model.
         container: name of one or several containers of blocks (a ModuleDict or ModuleList).
         backend: backend of torch.compile.
-        mode: for inductor: "max-autotune-no-cudagraphs" measures kernels, "reduce-overhead" makes CUDA graphs, "max-autotune" both.
+        mode: for inductor: "max-autotune-no-cudagraphs" measures kernels.
         memory_budget: share of the activations, 0 to 1, that a block keeps for its backward pass; the compiler chooses what to
             recompute. It applies to everything that this process compiles from now on.
         fullgraph: raise an error instead of running slower code if a block cannot be compiled whole.

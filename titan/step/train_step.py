@@ -181,8 +181,6 @@ class TrainStep:
         self.balance.begin(num_sequences=num_sequences, num_tokens=num_tokens)
         # The rate is a function of the step alone, so a resumed run needs no scheduler state.
         self.set_learning_rate(step)
-        if self.compile_log is not None:
-            torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
         self.group_sums.begin(self.device)
         losses = []
         for number, batch in enumerate(local, start=1):
