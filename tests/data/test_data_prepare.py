@@ -149,55 +149,6 @@ def test_a_run_that_broke_off_continues_to_the_same_bytes(
     assert len(unchanged) >= len(kept) - 1, "closed shards were written again"
 
 
-@pytest.mark.parametrize("writes", [2, 5])
-def test_a_resume_reads_only_from_the_row_group_where_it_was(
-    tmp_path: Path, texts: list[str], writes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of several Parquet files with empty rows, of which no shard of held-out documents is full."""
-    from titan.data import reading, writer
-
-    corpus, groups = tmp_path / "corpus", []
-    write_files(
-        corpus, [text for pair in zip(texts, [""] * len(texts), strict=True) for text in pair]
-    )
-    real, rows_at_a_time = writer.write_index, reading.rows_at_a_time
-    monkeypatch.setattr(
-        reading,
-        "rows_at_a_time",
-        lambda group, key: groups.append(group) or rows_at_a_time(group, key),
-    )
-    assert prepare(tmp_path / "whole", corpus) == 0
-    num_groups, folder, done = len(groups), tmp_path / "broken", []
-
-    def broken(*arguments: Any) -> None:
-        real(*arguments)
-        done.append(arguments)
-        if len(done) == writes:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer, "write_index", broken)
-    assert prepare(folder, corpus) == 75
-    monkeypatch.setattr(writer, "write_index", real)
-    progress = read_index(folder / "progress.json")
-    shards, open_ = progress.splits["train"], progress.open
-    assert len(shards) == writes and not progress.splits["validation"]
-    assert open_["validation"].documents > 0
-    groups.clear()
-    assert prepare(folder, corpus) == 0
-    assert content(folder) == content(tmp_path / "whole")
-    # Half of the rows hold a document: five of each ten, which a row group has.
-    read = shards[-1].documents_read // 5
-    assert num_groups - read - 3 <= len(groups) <= num_groups - read + 3 < num_groups
-    # A part that is gone is written again, from the start of the text.
-    monkeypatch.setattr(writer, "write_index", broken)
-    done.clear()
-    assert prepare(tmp_path / "gone", corpus) == 75
-    monkeypatch.undo()
-    (tmp_path / "gone" / "validation-00000.bin.part").unlink()
-    assert prepare(tmp_path / "gone", corpus) == 0
-    assert content(tmp_path / "gone") == content(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_killed_at_any_moment_it_continues_to_the_same_bytes(tmp_path: Path, kind: str) -> None:
     corpus = tmp_path / "big"

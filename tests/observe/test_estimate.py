@@ -16,13 +16,13 @@ from titan.config.schema import (
     MuonSection,
     OptimizerSection,
     ParallelismSection,
-    SimulatorSection,
     TrainingSection,
 )
 from titan.models.llama3.config import FLAVORS, LlamaConfig
 from titan.models.qwen3.config import FLAVORS as QWEN3
 from titan.sim.estimate import activation_elements, estimate_memory
 from titan.sim.price.profiles import load_profile
+from titan.sim.section import SimulatorSection
 from titan.sim.simulate import simulate
 
 GIB = 2**30

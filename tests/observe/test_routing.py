@@ -14,9 +14,9 @@ import pytest
 
 from tests.observe.test_estimate import job, layout
 from titan.config.errors import ConfigError
-from titan.config.schema import SimulatorSection
 from titan.models.qwen3.config import FLAVORS as QWEN3
 from titan.sim.routing import busiest_rank, zipf
+from titan.sim.section import SimulatorSection
 
 
 def busiest(

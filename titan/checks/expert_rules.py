@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from titan.config.errors import Violations
 from titan.config.quantize import grouped_section
 from titan.config.schema import JobConfig
@@ -17,9 +15,6 @@ def check_experts(config: JobConfig) -> Violations:
             f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
             "experts over tensor-parallel ranks, too",
         )
-    routing = config.simulator.routing
-    if routing.endswith(".json") and not Path(routing).is_file():
-        yield "simulator.routing", f"there is no file {routing}; name the experts.json of a run"
     model = config.model.resolved[0]
     if model is None or model.num_experts:
         return

@@ -45,6 +45,7 @@ from .schema_run import (
     CheckpointSection,
     CompileSection,
     DebugSection,
+    HardwareSection,
     JobSection,
     MetricsSection,
     MoESection,
@@ -58,7 +59,6 @@ from .schema_run import (
 from .schema_run import Float8Section as Float8Section
 from .schema_run import GroupedFloat8Section as GroupedFloat8Section
 from .schema_run import MXSection as MXSection
-from .schema_simulator import HardwareSection, SimulatorSection
 
 
 class AdamOptions(Section):
@@ -467,7 +467,6 @@ class JobConfig(Section):
     comm: CommSection = CommSection()
     fault_tolerance: FaultToleranceSection = FaultToleranceSection()
     hardware: HardwareSection = HardwareSection()
-    simulator: SimulatorSection = SimulatorSection()
     debug: DebugSection = DebugSection()
 
     _source_map: SourceMap = PrivateAttr(default_factory=SourceMap)

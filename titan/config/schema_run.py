@@ -428,3 +428,10 @@ class TaskSection(Section):
     another. "next_token", or the name of an entry point `titan.tasks`."""
     options: dict[str, int | float | bool | str] = {}
     """Options of the task, such as {image_size = 32}."""
+
+
+class HardwareSection(Section):
+    """The run's accelerators, for MFU."""
+
+    name: str = "auto"
+    """Name of the accelerator in titan/base/hardware.toml, or "auto": by its device name."""

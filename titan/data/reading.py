@@ -81,19 +81,17 @@ def pieces_of(document: str | LongText) -> Iterator[str]:
 
 @dataclass
 class Meter:
-    """Progress of reading: bytes for the progress bar, and file and group as a place to resume from.
+    """Progress of reading: bytes for the progress bar, and the file.
 
     Attributes:
         before: bytes of the files before the present one.
         here: bytes read from the present file.
         file: index of the present file.
-        group: index of the row group in a Parquet file. It stays 0 in other files.
     """
 
     before: int = 0
     here: int = 0
     file: int = 0
-    group: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -108,8 +106,6 @@ def read_files(
     files: Sequence[Path],
     read: Reader,
     meter: Meter,
-    first: int = 0,
-    group: int = 0,
     /,
     **options: Any,
 ) -> Iterator[Document]:
@@ -119,13 +115,10 @@ def read_files(
         files: the files, in order.
         read: reader of one file, called as `read(file, meter, **options)`.
         meter: is updated while reading.
-        first: index of the file to begin with.
-        group: row group of that file to begin with, if it is a Parquet file.
         **options: keyword arguments of the reader.
     """
-    meter.before, meter.here = sum(f.stat().st_size for f in files[:first]), 0
-    meter.group = group
-    for number, file in enumerate(files[first:], first):
+    meter.before = meter.here = 0
+    for number, file in enumerate(files):
         meter.file = number
         try:
             # None and "" are not documents.
@@ -135,7 +128,7 @@ def read_files(
         except _UNREADABLE as error:
             raise _unreadable(str(file), error) from error
         # Count the whole file now, even if the reader's buffer has not reached its end.
-        meter.before, meter.here, meter.group = meter.before + file.stat().st_size, 0, 0
+        meter.before, meter.here = meter.before + file.stat().st_size, 0
 
 
 def _unreadable(where: str, error: Exception) -> DataError:
@@ -311,7 +304,7 @@ def read_parquet(
 ) -> Iterator[Document]:
     """Yield a document for each row: the text in column `key`, or the result of `take(row, key, where=...)`.
 
-    Reading begins at the row group of `meter`. A row for `take` has its other columns, too.
+    A row for `take` has its other columns, too.
     """
     with open_parquet(file) as table:
         names = table.schema_arrow.names
@@ -327,11 +320,10 @@ def read_parquet(
         if any(names.count(name) > 1 for name in columns):
             raise DataError(f"{file}: two columns have one name: {', '.join(names)[:200]}")
         others = tuple(name for name in names if name not in columns)
-        size, first = file.stat().st_size, meter.group
+        size = file.stat().st_size
         num_chars, most_chars = 0, max(Unpacked.RATIO_FROM_BYTES, Unpacked.MAX_RATIO * size)
-        rows = count(1 + sum(table.metadata.row_group(n).num_rows for n in range(first)))
-        for number in range(first, table.num_row_groups):
-            meter.group = number
+        rows = count(1)
+        for number in range(table.num_row_groups):
             where = f"{file}, row group {number}"
             # Batch by batch: a row group may be larger than the memory.
             batches = table.iter_batches(

@@ -3,8 +3,7 @@
 A folder contains index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
 documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A shard
 ends at the end of a document, or at the end of a piece of a long document. index.json is written last, so a folder that has
-it is complete. Until then progress.json, of the same form, lists the finished shards, and how far the unfinished shards
-(.part) have come. The reader maps the files, so that processes on one machine share the pages, and opening costs nothing.
+it is complete. Until then progress.json, of the same form, lists the finished shards; an unfinished one ends in .part. The reader maps the files, so that processes on one machine share the pages, and opening costs nothing.
 """
 
 from __future__ import annotations
@@ -66,8 +65,6 @@ class Index(BaseModel):
         key: hash of everything that the shards depend on.
         bos_id: id that begins each document, or None.
         eos_id: id that ends each document, or None.
-        open: unfinished shard of each split, as far as it is on disk. Only in progress.json.
-        place: number of a document, and the place from which reading comes to it (`Documents.place`). Only in progress.json.
     """
 
     format: Literal["titan-shards-1"] = FORMAT
@@ -82,8 +79,6 @@ class Index(BaseModel):
     splits: dict[str, list[Shard]]
     unread: Counts = {}
     """Keys of rows and messages that nothing read, over all shards."""
-    open: dict[str, Shard] = {}
-    place: list[NonNegativeInt] = []
 
     @field_validator("splits")
     @classmethod
@@ -132,7 +127,7 @@ def unfinished_name(path: Path) -> Path:
 def write_index(file: Path, index: Index) -> None:
     """Write an index so that a reader sees the old content or the new content, even after a crash."""
     of_shards = {split: {"__all__": {"unread"}} for split in SPLITS}
-    left_out = {"open": True, "place": True, "splits": of_shards}
+    left_out = {"splits": of_shards}
     left_out = left_out if file.name == INDEX else None
     write_text_atomically(file, index.model_dump_json(indent=1, exclude=left_out))
 

@@ -68,11 +68,9 @@ _COUNTED_ROWS = 100  # of a stream, whose keys are counted
 class Documents:
     """Finite text. `read()` yields the documents from the first one on, in the same order each time.
 
-    `read(*place())` starts again with the first document of the file, or row group, that is being read.
-
     Attributes:
         name: description of the source, for messages.
-        place: returns the file, and its row group, that is being read.
+        place: returns the index of the file that is being read, if there are files.
     """
 
     name: str
@@ -170,9 +168,9 @@ def _from_files(
     stats = [(str(f.resolve()), f.stat()) for f in found]
     meter = Meter()
 
-    def documents(chosen: list[Path], meter: Meter, *place: int) -> Iterator[Document]:
+    def documents(chosen: list[Path], meter: Meter) -> Iterator[Document]:
         try:
-            yield from read_files(chosen, read, meter, *place, **options)
+            yield from read_files(chosen, read, meter, **options)
         except NoText as error:
             raise _with_paste(section, error) from None
 
@@ -187,10 +185,10 @@ def _from_files(
             options,
             [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
         ],
-        read=lambda *place: documents(found, meter, *place),
+        read=lambda: documents(found, meter),
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
-        place=lambda: (meter.file, meter.group),
+        place=lambda: (meter.file,),
         try_first=try_first,
         unread=left_out,
     )

@@ -2,10 +2,9 @@
 
 One process reads documents in order, cuts them into pieces (reading.py), and groups the pieces into chunks. Workers tokenize
 chunks. The results come back in order and are appended to the open shard of their split. A full shard gets its final name.
-Then progress.json lists the shard, with the documents and pieces read by then, and how much of each open shard is on disk. A
-later run continues from there. It begins to read at the file, or the row group of Parquet, where reading was. Shards end
-where pieces end, and depend only on the documents and the options. So a run that is killed anywhere continues to the same
-bytes. Memory does not depend on the size of documents.
+Then progress.json lists the shard, with the documents and pieces read by then. A later run reads the text again, and tokenizes
+what no full shard of its split has. Shards end where pieces end, and depend only on the documents and the options. So a run
+that is killed anywhere continues to the same bytes. Memory does not depend on the size of documents.
 
 prepare.py (a user's folder) and cache.py (the cache of raw text sources) call this.
 """
@@ -123,19 +122,13 @@ class SplitWriter:
     """Writer of the shards of one split. The open shard has a temporary name until it is full."""
 
     def __init__(self, folder: Path, *, split: str, limit: int, index: Index) -> None:
-        """Begin after the closed shards in `index`, with the tokens of its open shard. `limit` is the tokens of a shard."""
+        """Begin after the closed shards in `index`. `limit` is the tokens of a shard."""
         self._folder, self._split, self._limit = folder, split, limit
         self._closed = index.splits[split]
         self._file: BinaryIO | None = None
-        self._shard = index.open.get(split, Shard(file=f"{split}-00000.bin"))
-        # Without an open shard, the last closed one counts.
-        last = self._shard if split in index.open else [self._shard, *self._closed][-1]
+        last = self._closed[-1] if self._closed else Shard(file=f"{split}-00000.bin")
         self.done: ReadPosition = (last.documents_read, last.pieces_read)
-        if self._shard.tokens:
-            path = unfinished_name(folder / self._shard.file)
-            # Tokens that were written after progress.json are written again.
-            os.truncate(path, self._shard.tokens * np.dtype(index.dtype).itemsize)
-            self._file = path.open("ab")
+        self._shard = last  # until a piece opens another one
 
     def add(self, piece: Piece, encoded: EncodedPiece) -> bool:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
@@ -160,21 +153,13 @@ class SplitWriter:
         if self._file is None:
             return
         # The bytes must be durable before the name is.
-        self._closed.append(self.written(read))
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
         self._file, path = None, self._folder / self._shard.file
         rename(unfinished_name(path), path)
-        self._shard = Shard(file=path.name)
-
-    def written(self, read: ReadPosition) -> Shard:
-        """Return the open shard, once its bytes are on disk. `read` is the reader's position."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        documents, pieces = read
-        return self._shard.model_copy(
-            update={"documents_read": documents, "pieces_read": pieces}
-        )
+        self._shard.documents_read, self._shard.pieces_read = read
+        self._closed.append(self._shard)
 
 
 def write_shards(
@@ -216,17 +201,11 @@ def write_shards(
     }
     done = {split: writer.done for split, writer in writers.items()}
     progress = Progress()
-    places = deque([index.place or [0]])
-    chunks = read_chunks(documents, spec, done, progress, places)
+    chunks = read_chunks(documents, spec, done, progress)
     # Results come in the order of the documents, not in the order in which workers finish.
     for chunk, encoded in encode_all(chunks, spec, workers=workers):
         for piece, one in zip(chunk, encoded, strict=True):
             if writers[piece.split].add(piece, one):
-                after = (piece.number, piece.index + 1)
-                index.open = {split: writer.written(after) for split, writer in writers.items()}
-                while len(places) > 1 and places[1][0] <= piece.number:
-                    places.popleft()
-                index.place = places[0]
                 write_index(folder / PROGRESS, index)
             progress.tokens += len(one.tokens)
         progress.num_bytes = documents.position()
@@ -249,14 +228,6 @@ def open_index(
         if file.is_file():
             index = read_index(file)
             require_key(index.key, key, folder)
-            size = np.dtype(index.dtype).itemsize
-            for shard in index.open.values():
-                path = unfinished_name(folder / shard.file)
-                # The shard was closed after progress.json was written: continue as if no shard were open.
-                if shard.tokens and not (
-                    path.is_file() and path.stat().st_size >= shard.tokens * size
-                ):
-                    index.open, index.place = {}, []
             return index
     return Index(
         key=key,
@@ -274,23 +245,14 @@ def read_chunks(
     spec: TokenizationSpec,
     done: dict[str, ReadPosition],
     progress: Progress,
-    places: deque[list[int]],
 ) -> Iterator[list[Piece]]:
-    """Yield the pieces that no shard contains yet, in chunks: each split's pieces from done[split] on. Count the documents.
-
-    Reading begins at places[0]: a document's number, and its place in the files. Each later place is added with its first
-    document.
-    """
+    """Yield the pieces that no shard contains yet, in chunks: each split's pieces from done[split] on. Count the documents."""
     chunk, num_chars = [], 0
-    first, *place = places[0]
-    for number, document in enumerate(documents.read(*place), first):
+    for number, document in enumerate(documents.read()):
         progress.documents = number + 1
-        if number == first:
-            progress.bytes_before = documents.position()
-        if places[-1][1:] != (here := [*documents.place()]):
-            places.append([number, *here])
         # Both splits already contain this document: skip it.
         if number < min(done.values())[0]:
+            progress.bytes_before = documents.position()
             continue
         split = spec.split_of(document)
         for piece in _pieces(document, number=number, split=split):

@@ -56,11 +56,10 @@ def open_all(sections: Sequence[Section]) -> Documents:
     sizes = [part.num_bytes for part in parts if part.num_bytes is not None]
     here = 0
 
-    def read(first: int = 0, *place: int) -> Iterator[Document]:
+    def read() -> Iterator[Document]:
         nonlocal here
-        for here, part in enumerate(parts[first:], first):  # noqa: B007 (`place` reads it)
-            yield from part.read(*place)
-            place = ()
+        for here, part in enumerate(parts):  # noqa: B007 (`position` reads it)
+            yield from part.read()
 
     return Documents(
         name=", ".join(part.name for part in parts),
@@ -68,7 +67,6 @@ def open_all(sections: Sequence[Section]) -> Documents:
         read=read,
         num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
         position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
-        place=lambda: (here, *parts[here].place()),
     )
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from titan.config.layout import AXES, Layout
 from titan.config.model import family
 from titan.config.schema import JobConfig, QuantizeSection
-from titan.config.schema_simulator import SimulatorSection
 from titan.sim.record.trace import Trace
+from titan.sim.section import SimulatorSection
 
 _BLOCKS = 4
 """Blocks of a tiny model."""

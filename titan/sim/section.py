@@ -1,16 +1,15 @@
-"""Sections about machines that need not exist: the simulator's assumptions, and the accelerator.
-
-Import them from titan.config.schema, which has the other sections and `JobConfig`.
-"""
+"""The table [simulator], with assumptions about machines that need not exist. Imports no torch."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from .base import Section
+from titan.config.base import Section
+from titan.config.errors import Violations
 
 
 class WholeRunSection(Section):
@@ -82,8 +81,8 @@ class SimulatorSection(Section):
         raise ValueError('expected a release of torch, such as "2.8.0"')
 
 
-class HardwareSection(Section):
-    """The run's accelerators, for MFU."""
-
-    name: str = "auto"
-    """Name of the accelerator in titan/base/hardware.toml, or "auto": by its device name."""
+def check_routing(config: Any) -> Violations:
+    """Check that a file of routing is there."""
+    routing = config.simulator.routing
+    if routing.endswith(".json") and not Path(routing).is_file():
+        yield "routing", f"there is no file {routing}; name the experts.json of a run"
