@@ -118,7 +118,7 @@ def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress]
 def describe(progress: Progress, num_bytes: int | None, *, elapsed_s: float) -> str:
     """Return a line of progress: the work done and, if the size is known, speed and time left."""
     done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
-    speed = (progress.num_bytes - progress.bytes_before) / max(elapsed_s, 1e-9)
+    speed = progress.num_bytes / max(elapsed_s, 1e-9)
     if not num_bytes or not speed:
         return done
     left_s = round(max(num_bytes - progress.num_bytes, 0) / speed)

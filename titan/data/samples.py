@@ -106,23 +106,25 @@ class BlendSamples(Samples):
         return np.array([self._blend.locate(int(index))[0] for index in indices])
 
     def get(self, indices: np.ndarray) -> np.ndarray:
-        return self._gather(indices, lambda part, numbers: part.get(numbers))
+        return self._gather(indices, lambda source, numbers: self._parts[source].get(numbers))
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        found_BT = self._gather(indices, lambda part, numbers: part.documents(numbers))
-        sources_B1 = np.array([[self._blend.locate(int(index))[0]] for index in indices])
-        return np.where(found_BT < 0, found_BT, found_BT + (sources_B1 << SOURCE_SHIFT))
+        def numbered(source: int, numbers: np.ndarray) -> np.ndarray:
+            found = self._parts[source].documents(numbers)
+            return np.where(found < 0, found, found + (source << SOURCE_SHIFT))
+
+        return self._gather(indices, numbered)
 
     def _gather(
-        self, indices: np.ndarray, read: Callable[[Source, np.ndarray], np.ndarray]
+        self, indices: np.ndarray, read: Callable[[int, np.ndarray], np.ndarray]
     ) -> np.ndarray:
         sources, places = np.array([self._blend.locate(int(index)) for index in indices]).T
         # One call for each source, with all of its samples.
         rows: dict[int, np.ndarray] = {}
-        for number, part in enumerate(self._parts):
-            if len(here := np.flatnonzero(sources == number)):
-                numbers = places[here] + self._starts[number]
-                rows.update(zip(here.tolist(), read(part, numbers), strict=True))
+        for source in range(len(self._parts)):
+            if len(here := np.flatnonzero(sources == source)):
+                numbers = places[here] + self._starts[source]
+                rows.update(zip(here.tolist(), read(source, numbers), strict=True))
         return np.stack([rows[slot] for slot in range(len(indices))])
 
 

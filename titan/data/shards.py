@@ -110,8 +110,6 @@ class Progress:
     documents: int = 0
     num_bytes: int = 0
     tokens: int = 0
-    bytes_before: int = 0
-    """Bytes that earlier runs have read, and that this run skips."""
 
 
 def token_dtype(vocab_size: int, *, kinds: bool = False) -> np.dtype:

@@ -70,7 +70,7 @@ class Documents:
 
     Attributes:
         name: description of the source, for messages.
-        place: returns the index of the file that is being read, if there are files.
+        file: returns the index of the file that is being read.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Documents:
     """Size of the files in bytes, for a progress bar, or None if it is unknown."""
     position: Callable[[], int] = lambda: 0
     """Returns the number of these bytes that have been read."""
-    place: Callable[[], tuple[int, ...]] = lambda: ()
+    file: Callable[[], int] = lambda: 0
     try_first: Callable[[], None] = lambda: None
     """Reads the first documents of the first files. Raises DataError if they are not of the expected kind."""
     unread: str = ""
@@ -188,7 +188,7 @@ def _from_files(
         read=lambda: documents(found, meter),
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
-        place=lambda: (meter.file,),
+        file=lambda: meter.file,
         try_first=try_first,
         unread=left_out,
     )

@@ -252,7 +252,6 @@ def read_chunks(
         progress.documents = number + 1
         # Both splits already contain this document: skip it.
         if number < min(done.values())[0]:
-            progress.bytes_before = documents.position()
             continue
         split = spec.split_of(document)
         for piece in _pieces(document, number=number, split=split):

@@ -123,13 +123,3 @@ def whole(tensor: Tensor) -> Tensor:
     """Gather a copy of a tensor that may be sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def local_of(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-def differ(one: Digest, other: Digest) -> bool:
-    """Return whether two copies of a part differ by more than the order of a sum does."""
-    return bool((one.sums - other.sums).norm() > 1e-3 * one.sums.norm())

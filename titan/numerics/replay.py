@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from titan.base.failure import RunFailure
 from titan.data.base import TensorBatch
+from titan.optim.states import local
 from titan.run.hook import Hook
 from titan.run.progress import RunProgress
 
-from .digests import local_of, mixed
+from .digests import mixed
 from .module_hooks import hook_outputs, is_recomputation
 
 Place = tuple[str, str, int]
@@ -113,10 +114,10 @@ def fingerprint(x: Tensor) -> Tensor:
 
     It is a sum modulo 2**64 of words of 8 bytes, each times an odd number of its place. So any one bit that changes changes it.
     """
-    local = local_of(x).detach().resolve_conj().contiguous().flatten().view(torch.uint8)
-    local = nn.functional.pad(local, (0, -len(local) % 8))
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for words in local.view(torch.int64).split(_WORDS):
+    data = local(x).detach().resolve_conj().contiguous().flatten().view(torch.uint8)
+    data = nn.functional.pad(data, (0, -len(data) % 8))
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for words in data.view(torch.int64).split(_WORDS):
         # An odd factor leaves the highest bit what it is, so two flips of it would cancel.
         words = words ^ (words >> 32)
         total = total * _MULTIPLIER + (words * _factors(words.device)[: len(words)]).sum()
@@ -138,16 +139,11 @@ def describe(found: Iterable[tuple[int, Place, int, str] | None]) -> str:
     differing = [one for one in found if one is not None]
     if not differing:
         return ""
-    earliest, (kind, name, call), *_ = min(differing)
+    earliest, (kind, name, _), *_ = min(differing)
     first = [one for one in differing if one[0] == earliest]
-    later = sorted(rank for number, _, rank, _ in differing if number != earliest)
     who = " and ".join(f"rank {rank} on {host}" for *_, rank, host in first[:4])
     who += f" and {len(first) - 4} more" if len(first) > 4 else ""
-    text = f"{who}: other bits the second time, first in the {kind} of {name or 'the model'}"
-    text += f", call {call}" if call > 1 else ""
-    if later:
-        text += f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})"
-    return text
+    return f"{who}: other bits the second time, first in the {kind} of {name or 'the model'}"
 
 
 # ---- the hook -------------------------------------------------------------------------------------

@@ -181,8 +181,7 @@ class CompileLog:
                 for reason in event.graph_breaks
             ]
             # An optimizer's update is one program for each kind of parameter, by intent.
-            is_update = event.file.parent.name == "optim" or event.file.stem == "optimizer"
-            if event.recompile_reason and not is_update:
+            if event.recompile_reason and event.file.stem != "optimizer":
                 lines.append(f"recompiled {name}: {_first_lines(event.recompile_reason)}")
             if event.failure:
                 lines.append(f"not compiled: {name}: {_first_lines(event.failure)}")

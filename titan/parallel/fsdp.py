@@ -379,12 +379,9 @@ def reduce_gradients(
             nothing to themselves (one_rank.py).
         uneven: units that may have gradients on some ranks only: experts.
     """
-    units: list[tuple[str, Any]] = [
-        (canonical_name(name), m)
-        for name, m in model.named_modules()
-        if isinstance(m, FSDPModule)
-    ]
-    for _, module in units:
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
         if divisor == 1 and module not in alone:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -393,8 +390,7 @@ def reduce_gradients(
             stay_on_rank(module)
         if divisor > 1:
             average_gradients(module, divisor)
-    for _, unit in units:
-        refuse_graph(unit)
+        refuse_graph(module)
 
 
 def set_gradient_sync(

@@ -99,7 +99,7 @@ def refuse_graph(module: nn.Module) -> None:
             )
         return backward(*args)
 
-    for group in parameter_groups(module)[:1]:
+    for group in parameter_groups(module):
         group.pre_backward = partial(refuse, group.pre_backward)
 
 

@@ -66,7 +66,13 @@ class DocumentLosses(Hook):
                 row += gradients.of(row[0], row[2])
         if trainer.rank == 0:
             ranked = rank(trainer.config, rows)
-            content = {"rows": [*map(asdict, ranked)], "lines": lines(ranked)}
+            after = trainer.step - 1
+            late = f" (NOT ITS WEIGHTS: those after step {after})" * (wanted <= after)
+            content = {
+                "weights_after_step": after,
+                "rows": [*map(asdict, ranked)],
+                "lines": [f"step {wanted}{late}:", *lines(ranked)],
+            }
             run_files(trainer.run_dir).replace("documents.json", json.dumps(content))
 
 

@@ -109,8 +109,8 @@ def _places(config: s.JobConfig, numbers: Collection[int]) -> dict[int, tuple[st
             if number in numbers:
                 where = document.where if isinstance(document, RowText) else ""
                 files = documents.identity[-1]
-                if not where and documents.place() and isinstance(files, list):
-                    where = files[documents.place()[0]][0]
+                if not where and isinstance(files, list):
+                    where = files[documents.file()][0]
                 found[number] = where, next(pieces_of(document))[:_CHARS]
     return found
 

@@ -50,7 +50,6 @@ _COLUMNS, _OTHERS = TABLES["columns"], TABLES["uncompared"]["columns"]
 # A wrong update moves the next loss by less than this share, and other samples by more.
 _OTHER_SAMPLES = 1e-3
 _FEW = 8  # wrong values of a tensor
-_SHOWN = 8
 
 
 @dataclass
@@ -126,15 +125,12 @@ def main(argv: Sequence[str]) -> int:
 
 def show_rows(options: Namespace, keys: Sequence[str]) -> int:
     """Print the documents of a step, and those of a quiet step beside it. Return 0."""
-    found, texts = {}, list[str]()
-    for step in filter(None, (options.step, options.against)):
-        again = audit(options.run, step, keys=keys, nproc=options.nproc, rows=True)
-        weights = {"weights_after_step": max(again.since, step - 1)}
-        found[step] = {**weights, "rows": again.documents["rows"]}
-        late = f" (NOT ITS WEIGHTS: those after step {again.since})" * (again.since >= step)
-        texts += [f"step {step}{late}:", *again.documents["lines"]]
+    found = {}
+    for n in filter(None, (options.step, options.against)):
+        again = audit(options.run, n, keys=keys, nproc=options.nproc, rows=True)
+        found[n] = again.documents
     if not put_json(found, options.json):
-        print("\n".join(texts))
+        print(*(line for of in found.values() for line in of["lines"]), sep="\n")
     return 0
 
 
@@ -165,12 +161,9 @@ def audit(
     # It says where the run's checkpoints are. Those of the recomputation are elsewhere.
     keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
     original = Records(run, saved.get(step))
-    known = {*original.rows, *saved}
     # A step whose documents are asked for needs no record: a run that stops at a loss of NaN has none of that step.
-    if step not in known and not (rows and step <= config.training.steps):
-        last = ", ".join(map(str, sorted(known)[-_SHOWN:])) or "none"
-        lacks = f"neither a row of metrics nor a checkpoint of step {step}"
-        raise InputError(f"{run} has {lacks}; the last steps that have: {last}")
+    if step not in {*original.rows, *saved} and not (rows and step <= config.training.steps):
+        raise InputError(f"{run} has neither a row of metrics nor a checkpoint of step {step}")
     base = newest_start(saved, before=step)
     if rows and base is None and not config.phase:
         base = newest_start(saved, before=LIMIT)

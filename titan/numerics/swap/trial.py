@@ -98,7 +98,7 @@ class SwapTrial:
         )
         is_same = alike and _facts(one) == _facts(two)
         draws = any(step.about["draws"] for step in (*one.recorded, *two.recorded))
-        rounds = getattr(self.old.config.optimizer, "stochastic_rounding", False)
+        rounds = self.old.config.any_optimizer.stochastic_rounding
         if (draws or rounds) and not is_same and not self.quiet:
             self.quiet = {"debug.draws": False}
             if rounds:
