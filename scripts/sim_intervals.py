@@ -8,7 +8,7 @@ from the others. No figure here is set by hand except the prior, which is what c
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from math import ceil, hypot, log
@@ -226,20 +226,22 @@ def document() -> str:
         p: sum(r.mix.get(p, 0.0) >= COUNTS_FROM for r in runs)
         for p in (*CLASSES, TENSOR, HARDWARE)
     }
-    devices = sorted({r.device for r in runs if HARDWARE not in r.mix and r.device})
+    devices = Counter(r.device for r in runs if HARDWARE not in r.mix and r.device)
     lines = [
         "# Written by scripts/sim_accuracy.py --write; do not edit. titan/sim/report/intervals.py says what the figures mean.",
         f"level = {LEVEL}",
         f"factor = {found.factor:.3f}",
         f"floor = {found.sigma['floor']:.4f}",
         f"pair_floor = {pair_floor(runs, found):.4f}",
-        f"devices = {json.dumps(devices)}",
         "",
         f"[sigma] # of {len(runs)} runs",
         *(f"{json.dumps(p)} = {found.sigma[p]:.4f}" for p in (*CLASSES, TENSOR, HARDWARE)),
         "",
         f"[runs] # in which the class is {COUNTS_FROM:.0%} of the step or more",
         *(f"{json.dumps(p)} = {n}" for p, n in counts.items()),
+        "",
+        "[devices] # with supported figures: their runs",
+        *(f"{json.dumps(device)} = {n}" for device, n in sorted(devices.items())),
         "",
         "[kept_back] # sim_intervals.py says which runs",
         *(f"{json.dumps(device)} = {sigma}" for device, sigma in KEPT_BACK.items()),

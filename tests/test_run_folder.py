@@ -21,7 +21,7 @@ def test_environment_has_what_matters_and_no_secrets(
     write_environment(tmp_path, device_names=["CPU"], world_size=2)
     text = (tmp_path / "environment.json").read_text()
     content = json.loads(text)
-    assert content["titan"] == titan.__version__
+    assert content["titan"] == titan.__version__ and "cudnn" in content
     assert (content["world_size"], content["device_names"]) == (2, ["CPU"])
     assert content["variables"]["NCCL_DEBUG"] == "WARN"
     assert content["variables"]["OMP_NUM_THREADS"] == "3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.support.tables import table, tabled
-from titan.config.errors import ConfigError
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
 from titan.parallel.pipeline import Pipeline
 from titan.parallel.schedules import (
@@ -31,8 +31,6 @@ from titan.parallel.schedules import (
 )
 from titan.parallel.stage_split import StageSplit, split_modules, split_stages
 from titan.parallel.stages import extract_stage, extract_stages
-from titan.sim.cli import main
-from titan.sim.report.pipeline import write_schedule
 
 LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -525,7 +523,8 @@ def test_numbers_that_do_not_fit(
 def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
     file = tmp_path / "s.csv"
     made = build_schedule("DualPipeV", num_ranks=2, num_stages=4, num_microbatches=4)
-    write_schedule(made, file)
+    with file.open("w", newline="") as lines:
+        csv.writer(lines).writerows(made.order)
     assert read_schedule(file).order == made.order
     assert made.order[0][0] == Action(0, "F", 0)
     for text, message in (
@@ -551,44 +550,3 @@ def test_csv_round_trip_and_mistakes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe: cannot be read: it is not a regular file"):
         read_schedule(tmp_path / "pipe")
-
-
-JOB = "train_configs/debug_model.toml"
-
-
-def test_command_draws_and_writes_a_csv(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    files = ["--csv", str(tmp_path / "p.csv")]
-    pp = "--parallelism.pipeline_parallel_degree=2"
-    job = [
-        str(Path(__file__).parents[2] / JOB),
-        pp,
-        "--parallelism.pipeline_parallel_schedule=gpipe",
-    ]
-    assert main(["--pipeline", *job, "--microbatches", "3", *files]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("GPipe: 2 ranks, 2 stages, 3 microbatches, bubble 25.0%\n")
-    assert "rank 0  at most 3 in flight  stage 0: tok_embeddings, layers.0 to 3\n" in text
-    assert "rank 0 0F0 0F1 0F2 ·   ·   ·   0B0 ----0B1 ----0B2 ----\n" in text
-    assert "rank 1 ·   1F0 1F1 1F2 1B0 ----1B1 ----1B2 ----·   ·" in text
-    assert read_schedule(tmp_path / "p.csv").num_microbatches == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "pipeline_parallel_degree: 1 is no pipeline; set it to 2 or more"),
-        (
-            (
-                "--parallelism.pipeline_parallel_degree=2",
-                "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
-                "--microbatches=5",
-            ),
-            "5 do not divide into 2 rounds; use 4 or 6",
-        ),
-    ],
-)
-def test_command_refuses(options: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        main(["--pipeline", str(Path(__file__).parents[2] / JOB), *options])

@@ -14,6 +14,7 @@ from tests.support.tables import tabled
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.sim.documents import document_keys
+from titan.sim.price.attention import attention_kernel_of
 from titan.sim.price.cost import Cost, matmul_sizes, routing_exponent
 from titan.sim.price.measured import tables
 from titan.sim.price.profiles import load_profile
@@ -393,6 +394,30 @@ def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
 def test_torchs_order_of_kernels(card: str, torch_version: str, kernel: str) -> None:
     profile = load_profile(card).with_attention("auto", torch_version=torch_version)
     assert profile.attention_kernel == kernel
+
+
+@tabled("backend, mask, torch_version, kernel")
+def test_kernels_of_backends_and_masks(
+    backend: str, mask: str, torch_version: str, kernel: str
+) -> None:
+    h100 = {"torch_version": torch_version, "capability": 9.0}
+    assert attention_kernel_of(backend, mask, **h100) == kernel
+
+
+@pytest.mark.parametrize(
+    ("card", "kernel", "rates"),
+    [
+        ("b200", "FlexAttention", "flash2"),
+        ("b200", "flash4", "cudnn"),
+        ("b300", "flash2", "cudnn"),
+        ("a100-80g", "cudnn", "flash2"),
+        ("h100-sxm", "flash3", "flash3"),
+    ],
+)
+def test_kernels_without_rates_are_priced_as_the_likest(
+    card: str, kernel: str, rates: str
+) -> None:
+    assert load_profile(card).rates_of(kernel) == rates
 
 
 def test_head_dims_that_cudnn_does_not_take() -> None:

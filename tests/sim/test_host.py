@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,31 @@ def test_calls_are_charged_to_the_part_that_runs() -> None:
     expected = {"forward": 50, "forward block": 280, "forward hooks": 70}
     # The meter's own calls are a few.
     assert meter.python == pytest.approx(expected, abs=15)
+
+
+def test_comparisons_are_not_counted() -> None:
+    """How many a lookup makes follows from the places of keys in a hash table."""
+    meter = HostMeter()
+
+    class Key:
+        def __eq__(self, other: object) -> bool:
+            return all(self is one for one in (other, other))
+
+        __hash__ = None  # type: ignore[assignment]
+
+    def compare(times: int) -> int:
+        keys = [Key() for _ in range(times)]
+        sys.setprofile(meter.profile)
+        try:
+            assert Key() not in keys
+            (lambda: None)()
+        finally:
+            sys.setprofile(None)
+        return meter.python.total()
+
+    assert 1 <= compare(3) < 5
+    first = meter.python.total()
+    assert compare(300) == 2 * first
 
 
 def test_a_blocks_pace_counts_calls_and_others_count_events() -> None:
@@ -128,6 +154,21 @@ def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) ->
     again = by_calls["full AC"]["backward block"] - by_calls["FSDP"]["backward block"]
     assert again > 0.9 * by_calls["no FSDP"]["forward block"]
     assert block("EP") > block("experts") > block("FSDP")
+
+
+def test_hash_seeds_change_no_count() -> None:
+    """DTensor's lookups compare other keys with another seed."""
+    sections = {
+        "model": {"flavor": "8B"},
+        "training": {"mixed_precision_param": "bfloat16"},
+        "parallelism": {"tensor_parallel_degree": 2},
+    }
+    command = [sys.executable, "-c", COUNT, json.dumps([(sections, 8)])]
+    one, other = (
+        finished(command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}).stdout
+        for seed in ("1", "2")
+    )
+    assert one.splitlines()[-1] == other.splitlines()[-1]
 
 
 # ---- who shares a measurement ----------------------------------------------------------------------

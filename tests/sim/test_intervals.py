@@ -189,12 +189,14 @@ def test_commands_print_the_interval(
     # Little is known of it, so that the range comes before the speed.
     ends = r"  speed     [\d,.]+ to [\d,.]+ tokens/s/GPU: little is known of waiting for the host \(.*\); 90% of measured speeds"
     assert re.search(
-        ends + r" should be in the range\n(.*\n){2}  speed     [\d,]+ tokens/s/GPU, ", printed
+        ends
+        + r" should be in the range, by 72 public runs .*\n(.*\n){2}  speed     [\d,]+ tokens/s/GPU, ",
+        printed,
     )
     printed = shell(f"sim {given} --hardware=h100-sxm", *large, "--json=large.json").out
     reason = json.loads((tmp_path / "large.json").read_text())["interval"]["reason"]
     assert re.search(r"  speed     [\d,]+ tokens/s/GPU \([\d,.]+ to [\d,.]+\), ", printed)
-    assert f"should be in the range; most of its width is from {reason}" in printed
+    assert f"this card and others; most of its width is from {reason}" in printed
     # A profile without runs: said first, and wider.
     assert shell(f"sim {given} --hardware=mi300x --json=mi300x.json").out.startswith(
         "UNSUPPORTED PROFILE mi300x: its main figures have no sources"

@@ -9,7 +9,13 @@ import pytest
 from tests.support.tables import tabled
 from titan.base.hardware import by_name
 from titan.config.errors import ConfigError
-from titan.sim.price.profiles import _NOT_FIGURES, load_profile, on_curve, profile_names
+from titan.sim.price.profiles import (
+    _NOT_FIGURES,
+    load_profile,
+    on_curve,
+    profile_names,
+    with_figures,
+)
 
 
 def test_names() -> None:
@@ -78,6 +84,15 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert (
         load_profile("mi300x").note and not load_profile(file).note
     )  # which tells of its own runs
+
+
+def test_figures_are_set_relative_to_the_profiles() -> None:
+    """Numbers are those of h100-sxm.toml."""
+    changes = ["nic_gb_per_s=+20%", "host_tiny_us=1.2", "attention_forward_tflops=-10%"]
+    found = with_figures(load_profile("h100-sxm"), [*changes, "num_sms=66"])
+    assert found.nic_gb_per_s == pytest.approx(60) and found.host_tiny_us == 1.2
+    assert found.attention_forward_tflops["cudnn"][0] == (512, pytest.approx(0.9 * 497))
+    assert (found.num_sms, found.network) == (66, ())
 
 
 @tabled("line, message")

@@ -46,6 +46,7 @@ SELECTIVE = {"mode": "selective"}
 # ---- memory --------------------------------------------------------------------------------------
 
 
+H100 = Cost(load_profile("h100-sxm"))
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
 MEMORY: dict[str, tuple[int, dict[str, Any]]] = table(__file__, "memory")
 
@@ -416,8 +417,31 @@ def test_documents_cost_what_causal_attention_costs() -> None:
     assert {(k.shapes[0][2], k.shapes[1][2]) for k in split if k.kind == "attention"} == {
         (length // 2, length)
     }
+    # One FlashAttention takes documents, whatever torch prefers without them, and the blocks of CP are FlexAttention's.
+    assert {H100.attention_kernel(k) for k in documents if k.kind == "attention"} == {"flash2"}
+    assert {H100.attention_kernel(k) for k in split if k.kind == "attention"} == {
+        "FlexAttention"
+    }
     for found in (documents, split):
         assert not [k for k in found if any(s[-2:] == (length, length) for s in k.shapes)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernels"),
+    [
+        ("fa4", {"aten::_scaled_dot_product_flash_attention"}),
+        ("efficient", {"aten::_scaled_dot_product_efficient_attention"}),
+        ("math", set()),
+    ],
+)
+def test_the_jobs_backend_is_recorded(backend: str, kernels: set[str]) -> None:
+    """The memory-efficient kernel takes no grouped heads, and "math" is matmuls around a softmax."""
+    config = job(batch=4, training=BF16, model={"attention_backend": backend})
+    step = trace_ranks(config, world_size=1, ranks=[0])[0].step
+    found = [e.kernel for e in step if isinstance(e, Launch)]
+    assert {k.name for k in found if k.kind == "attention"} == kernels
+    softmaxes = [k for k in found if k.name == "aten::_safe_softmax"]
+    assert len(softmaxes) == (4 if backend == "math" else 0)
 
 
 def test_windows_cost_as_many_keys() -> None:

@@ -52,6 +52,18 @@ def problems_of(ranks: list[RankFacts], *, checkpoint_gib: float = 1.0) -> list[
     return problems(ranks, load_profile("h100-sxm"), checkpoint_gib=checkpoint_gib, num_kept=2)
 
 
+@pytest.mark.parametrize(("cudnn", "kernel"), [(91500, "flash2"), (91501, "cudnn")])
+def test_the_machines_cudnn_decides_on_attention(
+    monkeypatch: pytest.MonkeyPatch, cudnn: int, kernel: str
+) -> None:
+    """torch since 2.10 wants one above 9.15.0 (check_prefer_cudnn_attention in sdp_utils.cpp)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    known = measure.versions()
+    assert (known["cudnn"], known["attention"]) == (f"9.15.{cudnn - 91500}", kernel)
+
+
 def test_equal_ranks_have_no_problems() -> None:
     assert problems_of([facts(rank) for rank in range(4)]) == []
 

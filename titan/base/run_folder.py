@@ -78,6 +78,7 @@ def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "packages": {name: version(name) for name in _PACKAGES if find_spec(name)},
         "platform": platform.platform(),
         "hostname": socket.gethostname(),

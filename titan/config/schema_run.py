@@ -128,7 +128,7 @@ class ParallelismSection(Section):
     """Ranks that split the layers."""
     pipeline_parallel_schedule: str = "1F1B"
     """Order of forward and backward passes: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
-    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. `titan sim --pipeline` draws it."""
+    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. `titan sim --csv` writes it."""
     pipeline_parallel_schedule_csv: str | None = ""
     """File with a custom schedule instead: a line of comma-separated actions for each rank."""
     pipeline_parallel_microbatch_size: Positive = 1

@@ -366,13 +366,13 @@ def choose_kernel(
 @torch.compiler.assume_constant_result
 def cudnn_is_faster() -> bool:
     """Return whether torch's own attention prefers cuDNN, by the rules of its sdp_utils.cpp."""
-    # Before 9.15.1 cuDNN reads beyond its inputs if 128 does not divide the lengths (pytorch#169849). Wheels for
+    # Before 9.15.1 cuDNN reads beyond its inputs if 128 does not divide the lengths (pytorch#169849). Some wheels for
     # CUDA 12 come with older ones.
     return (
         torch.cuda.is_available()
         and torch.backends.cuda.cudnn_sdp_enabled()
         and (torch.backends.cudnn.version() or 0) > 91500
-        and torch.cuda.get_device_capability() in ((9, 0), (9, 3), (10, 0), (10, 3))
+        and torch.cuda.get_device_capability() in ((9, 0), (10, 0), (10, 3))
         and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     )
 

@@ -11,7 +11,7 @@ is written as in torch and its CSV files, stage, kind, microbatch: "0F3" is the 
 GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B (arXiv:2104.04473), breadth first
 (arXiv:2211.05953), zero bubble and ZBV (arXiv:2401.10241), DualPipeV (arXiv:2412.19437). The orders of all but the first two are
 torch's, which a class computes without running anything. Nothing here needs a process group, and only these orders import
-torch: `titan sim --pipeline` draws, and the simulator and the tests read, the schedules that pipeline.py runs.
+torch: the simulator and the tests read the schedules that pipeline.py runs, and `titan sim --csv` writes them.
 """
 
 from __future__ import annotations

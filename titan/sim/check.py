@@ -10,7 +10,7 @@ from typing import Any
 
 from titan.base.hardware import HARDWARE, MARGIN, by_name
 from titan.checks.check_extension import CheckExtension
-from titan.config.layout import layout_of
+from titan.config.layout import layout_of, stage_split
 from titan.config.load import leaves_layout_open
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, hardware_names, load_profile
@@ -75,6 +75,9 @@ class HardwareCheck(CheckExtension):
             "fits": fits,
             "tight": tight,
         }
+        if config.parallelism.pipeline_parallel_degree > 1:
+            split = stage_split(config, num_layers=config.model.sizes.n_layers)
+            facts["bubble"] = split.schedule.bubble_fraction()
         if not self._options.hardware or self._options.formula:
             return facts
         from titan.sim.search.fit_advisor import suggest  # imports torch
@@ -99,10 +102,14 @@ class HardwareCheck(CheckExtension):
 
     def lines(self, facts: dict[str, Any]) -> list[str]:
         lines = []
+        if bubble := facts.get("bubble"):
+            lines = [
+                f"bubble   {bubble:.0%} of the step, by the schedule alone: more microbatches shrink it"
+            ]
         if self._options.hardware and not self._options.formula:
             from titan.sim.search.fit_advisor import describe
 
-            lines = describe(facts)
+            lines += describe(facts)
         if facts["fits"] is not None and "simulation" not in facts:
             total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
             answer = "fits" if facts["fits"] else "TIGHT" if facts["tight"] else "DOES NOT FIT"

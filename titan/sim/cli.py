@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from titan.base.run_folder import RunFolder
 from titan.checks.rules import load_to_run
+from titan.config.layout import stage_split
 from titan.config.load import load_from_argv
-from titan.config.options import known_options, mistake, positive, put_json
+from titan.config.options import known_options, mistake, put_json
 
 from .extension import sim_extensions
-from .price.profiles import Profile, load_profile
+from .price.profiles import Profile, load_profile, with_figures
 from .report.text import (
     job_parser,
     other_groups,
@@ -39,10 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     # loader checks.
     options, job = parser.parse_known_args(argv)
     require_writable(options, "html", "csv", folders=["trace", *_files()])
-    if options.pipeline:
-        from .report.pipeline import draw
-
-        return draw(options, job, known=known_options(parser))
     for code in (extension.run(options, job) for extension in sim_extensions()):
         if code is not None:
             return code
@@ -62,7 +60,7 @@ def _parser() -> ArgumentParser:
     """Return the parser of the command's own options."""
     parser = job_parser(
         "sim",
-        "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...] [--quiet]\n       titan sim JOB.toml --pipeline [--microbatches M] [--csv FILE]",
+        "[--json FILE] [--trace FILE] [--html FILE] [--set FIGURE=+20%%] [--sweep KEY=A,B,...] [--quiet]",
         "Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
         required=False,
     )
@@ -104,18 +102,17 @@ def _parser() -> ArgumentParser:
     )
     add("--no-cache", action="store_true", help="trace again")
     add(
-        "--pipeline",
-        action="store_true",
-        help="draw the job's pipeline schedule instead, with idle time and activations in flight; needs no --hardware",
-    )
-    add(
-        "--microbatches", type=positive, metavar="M", help="with --pipeline: default: the job's"
-    )
-    add(
         "--csv",
         type=Path,
         metavar="FILE",
-        help="with --pipeline: also write the schedule there, as a CSV that a job can name",
+        help="write the job's pipeline schedule there, which a job can name",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIGURE=+20%",
+        help="another figure of the hardware: nic_gb_per_s=+20%%, host_tiny_us=1.2; may be repeated",
     )
     return parser
 
@@ -125,7 +122,8 @@ def _simulate(options: Namespace, job: list[str]) -> int:
 
     Return 1 if it does not fit.
     """
-    profile, size = load_profile(options.hardware), options.world_size
+    profile = with_figures(load_profile(options.hardware), options.set)
+    size = options.world_size
     if options.phase and not options.run:
         raise mistake("--phase", "is for --run")
     if (run := options.measured) and not RunFolder(run).metrics.is_file():
@@ -140,6 +138,8 @@ def _simulate(options: Namespace, job: list[str]) -> int:
         for overlay in ([], *([file] for file in options.phase))
     )
 
+    if options.csv:
+        write_schedule(config, options.csv)
     if options.run and config.groups.enable:
         raise mistake(
             "--run", "does not know replica groups; add --fault_tolerance.enable=false"
@@ -177,6 +177,18 @@ def _simulate(options: Namespace, job: list[str]) -> int:
     return show(options, run_job)
 
 
+def write_schedule(config: JobConfig, file: Path) -> None:
+    """Write the schedule of a job's pipeline as a CSV that `pipeline_parallel_schedule_csv` reads.
+
+    Args:
+        config: the job.
+        file: written file.
+    """
+    schedule = stage_split(config, num_layers=config.model.sizes.n_layers).schedule
+    with file.open("w", newline="", encoding="utf-8") as lines:
+        csv.writer(lines).writerows(schedule.order)
+
+
 def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
     """Run a simulation, print its page and write the requested files.
 
@@ -184,10 +196,11 @@ def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]
     """
     from .replay.queues import ReplayError
     from .report.phases import phase_lines
-    from .simulate import FAILURES
+    from .simulate import FAILURES, alternatives
 
     try:
         simulation, figures, more = run()
+        figures |= alternatives(simulation)
         say("")
         # --json - leaves standard output to the data.
         if not put_json(figures, options.json):
@@ -219,7 +232,8 @@ def _sweep(options: Namespace, job: list[str]) -> int:
     """Simulate all variants of a sweep. Print a table, or all data with --json."""
     from .search.variants import WORLD_SIZE, combinations, simulate_variants, table
 
-    for name in ("trace", *_files(), "html", "measured", "whole", "no_cache", "run"):
+    single = ("trace", "html", "csv", "set", "measured", "whole", "no_cache", "run")
+    for name in (*single, *_files()):
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}

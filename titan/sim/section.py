@@ -38,11 +38,12 @@ class SimulatorSection(Section):
     """Assumptions of `titan sim`, `titan check` and `titan plan`."""
 
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
-    """Kernel by which attention is priced. "auto": the first in the order of torch_version that the card and the head dims
-    allow. With "flash2", attention that it does not support (a mask, values of another size than keys) is priced as
-    "efficient"."""
+    """Kernel by which attention is priced. "auto": that of model.attention_backend, or the first in the order of torch_version,
+    that the card and the head dims allow. With "flash2", attention that it does not support (a dense mask, values of another size than
+    keys) is priced as "efficient". Documents and windows are FlashAttention's or FlexAttention's whatever this says."""
     torch_version: str = ""
-    """torch that the job will run with, such as "2.8.0": its order of attention kernels. Empty: the installed one."""
+    """torch that the job will run with, such as "2.8.0" or "2.11.0+cu126": its order of attention kernels. Without a tag it is PyPI's
+    wheel; a tag such as "+cudnn9.19.0" names another cuDNN than the wheel's. Empty: the installed one."""
     document_tokens: Annotated[int, Field(ge=0)] = 0
     """Length of documents in tokens, which decides what attention costs with data.document_mask. 0: as in the token
     shards that the job reads; with other data, documents count as long as the sequence."""
@@ -63,11 +64,7 @@ class SimulatorSection(Section):
     @field_validator("routing")
     @classmethod
     def _known_routing(cls, value: str) -> str:
-        if (
-            value == "even"
-            or value.endswith(".json")
-            or re.fullmatch(r"zipf:\d+(\.\d+)?|W[0-7]", value)
-        ):
+        if re.fullmatch(r"even|zipf:\d+(\.\d+)?|W[0-7]|.*\.json", value):
             return value
         raise ValueError(
             'expected "even", "zipf:s" such as "zipf:0.18", "W0" to "W7", or a run\'s experts.json'
@@ -76,9 +73,9 @@ class SimulatorSection(Section):
     @field_validator("torch_version")
     @classmethod
     def _release(cls, value: str) -> str:
-        if re.fullmatch(r"(\d+\.\d+(\.\d+)?)?", value):
+        if re.fullmatch(r"(\d+\.\d+(\.\w+)?(\+[\w.]+)?)?", value):
             return value
-        raise ValueError('expected a release of torch, such as "2.8.0"')
+        raise ValueError('expected a release of torch, such as "2.8.0" or "2.11.0+cu128"')
 
 
 def check_routing(config: Any) -> Violations:

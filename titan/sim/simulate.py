@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from .documents import document_keys
 from .estimate import estimate_memory
 from .price.cost import Cost, peak_dtype, routing_exponent
 from .price.network import Dispatch
-from .price.profiles import Profile, load_profile
+from .price.profiles import Profile, load_profile, scaled
 from .record.trace import Launch, Trace, no_garbage_collection
 from .record.trace_cache import TraceRequest, get_traces
 from .record.trace_jobs import Prepare, TraceError
@@ -75,6 +76,11 @@ class StepSimulation:
     def runs(self) -> bool:
         """Whether every stage's rank goes through, with or without the margin."""
         return all(report.runs for report in self.memory.values())
+
+    @property
+    def busiest_rank(self) -> float:
+        """Tokens of the traced ranks' experts, over the mean."""
+        return 1.0
 
     @property
     def tokens_per_step(self) -> int:
@@ -219,7 +225,9 @@ def price(
     """
     section, model = config.simulator, config.model.sizes
     profile = profile.with_attention(
-        section.attention_kernel, torch_version=section.torch_version
+        section.attention_kernel,
+        backend=config.model.attention_backend,
+        torch_version=section.torch_version,
     )
     cost = Cost(
         profile,
@@ -273,7 +281,8 @@ def step_facts(simulation: StepSimulation) -> Facts:
         A dict whose fields docs/simulator.md defines. Times are in seconds, memory is in GiB.
     """
     timeline, profile = simulation.timeline, simulation.profile
-    speed = simulation.tokens_per_s_per_gpu
+    speed, attention = simulation.tokens_per_s_per_gpu, _attention(simulation)
+    traces, has_rates = simulation.traces, not attention["attention_lacks"]
     return {
         "world_size": simulation.world_size,
         "hardware": profile.name,
@@ -281,23 +290,22 @@ def step_facts(simulation: StepSimulation) -> Facts:
         "hardware_supported": not profile.unsupported,
         "hardware_lacks": lacks_runs(profile),
         "hardware_assumes": profile.assumes,
-        **_other_speeds(simulation),
-        "attention_kernel": profile.attention_kernel,
+        **attention,
         "step_time_s": timeline.step_s,
         "tokens_per_step": simulation.tokens_per_step,
         "tokens_per_s_per_gpu": speed,
-        "interval": interval_facts(speed, timeline, simulation.traces, profile),
+        "interval": interval_facts(speed, timeline, traces, profile, has_rates=has_rates),
         "fits": simulation.fits,
         "tight": simulation.runs and not simulation.fits,
         "time": {
             **{name: timeline.mean(name) for name in _PARTS},
             **{name: timeline.mean_by(name) for name in _SUMS},
         },
-        "comm": communication(timeline, simulation.traces, profile, simulation.cost.dispatch),
+        "comm": communication(timeline, traces, profile, simulation.cost.dispatch),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
-        "host": host_facts(simulation.traces.values(), profile),
+        "host": host_facts(traces.values(), profile),
         "memory": _memory(simulation.fullest),
-        "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
+        "per_rank": [_rank(simulation, rank) for rank in traces],
         "wall_s": simulation.wall_s,
     }
 
@@ -372,32 +380,63 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
     return utilization(flops, per_s, tokens_per_s=rate, num_ranks=1)
 
 
-def _other_speeds(simulation: StepSimulation) -> Facts:
-    """Return tokens/s on machines of the same name, and with other kernels of attention: the step with their kernels' time."""
-    trace = next(iter(simulation.traces.values()))
-    # Equal kernels are one object within a trace, so counting is cheap.
-    counts = Counter(id(e.kernel) for e in trace.step if isinstance(e, Launch))
-    kernels = {id(e.kernel): e.kernel for e in trace.step if isinstance(e, Launch)}
+def _attention(simulation: StepSimulation) -> Facts:
+    """Return the kernels of attention, and those without rates of their own."""
+    kernels = {
+        event.kernel
+        for trace in simulation.traces.values()
+        for event in trace.step
+        if isinstance(event, Launch) and "attention" in event.kernel.kind
+    }
+    runs = sorted({simulation.cost.attention_kernel(kernel) for kernel in kernels})
+    lacks = [name for name in runs if simulation.profile.rates_of(name) != name]
+    return {"attention_kernel": " and ".join(runs), "attention_lacks": lacks}
 
-    def busy_s(profile: Profile) -> float:
-        cost = replace(simulation.cost, profile=profile)
-        return sum(n * cost.kernel_s(kernels[key]) for key, n in counts.items())
 
-    timeline, own_s = simulation.timeline, busy_s(simulation.profile)
+_DECIDES = {
+    "links": r"(ring|all_reduce|all_to_all|p2p|nic)_gb_per_s",
+    "attention": r"attention_(forward|backward)_tflops",
+    "matmuls": r"matmul_share",
+    "the host": r"(host_tiny|launch\w*|compiled_call)_us",
+}
+"""Figures of a profile by the part of the machine that they describe."""
+_MOST_EVENTS = 50_000
+
+
+def alternatives(simulation: StepSimulation) -> Facts:
+    """Return the speed in tokens/s/GPU on other hardware: of the same name, with other kernels of attention, and with a part 10% faster.
+
+    The recorded step is priced and replayed again, unless it has so many events that it takes seconds.
+
+    Args:
+        simulation: the simulated step.
+    """
+    own, traces = simulation.profile, simulation.traces
+    is_long = sum(len(trace.step) for trace in traces.values()) > _MOST_EVENTS
+    if is_long or not simulation.tokens_per_step:  # a script has not stated its tokens
+        return {}
 
     def speed(profile: Profile) -> float:
-        longer_s = timeline.mean("compute_s") * (busy_s(profile) / own_s - 1)
-        return simulation.tokens_per_step / simulation.world_size / (timeline.step_s + longer_s)
+        cost = replace(simulation.cost, profile=profile)
+        timeline = replay(traces, cost, busiest=simulation.busiest_rank)
+        return replace(simulation, timeline=timeline).tokens_per_s_per_gpu
 
-    own, kin, attention = simulation.profile, {}, {}
-    if simulation.tokens_per_step:
-        for name in own.kin:
-            kin[name] = speed(load_profile(name).with_attention(own.attention_kernel))
-        has_attention = any("attention" in kernel.kind for kernel in kernels.values())
-        for name in own.attention_kernels if has_attention else ():
-            if name not in (own.attention_kernel, "efficient"):
-                attention[name] = speed(own.with_attention(name))
-    return {"hardware_kin": kin, "attention_others": attention}
+    def faster(pattern: str) -> Profile:
+        # Times are shorter, and rates higher.
+        update = {
+            name: scaled(getattr(own, name), 1 / 1.1 if name.endswith("_us") else 1.1)
+            for name in Profile.model_fields
+            if re.fullmatch(pattern, name)
+        }
+        return own.model_copy(update=update)
+
+    same = {"attention_kernel": own.attention_kernel}
+    others = {*own.attention_kernels} - {own.attention_kernel, "efficient"}
+    return {
+        "hardware_kin": {n: speed(load_profile(n).model_copy(update=same)) for n in own.kin},
+        "attention_others": {n: speed(own.with_attention(n)) for n in sorted(others)},
+        "decides": {part: speed(faster(pattern)) for part, pattern in _DECIDES.items()},
+    }
 
 
 def _experts(simulation: Simulation) -> Facts:

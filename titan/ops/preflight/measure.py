@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titan
 from titan.ops import bench
+from titan.sim.price.attention import attention_kernel_of
 
 MATMUL, COPY, LINK = "matrix product, ", "memory, copy", "link to a neighbour"
 # An odd number of repetitions, for their median.
@@ -128,7 +129,7 @@ def measure(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be the same on all ranks."""
+    """Return the versions that must be the same on all ranks, and the kernel of attention that follows from them."""
     versions_here = {
         "titan": titan.__version__,
         "python": platform.python_version(),
@@ -136,6 +137,11 @@ def versions() -> dict[str, str]:
     }
     if torch.cuda.is_available():
         versions_here |= {"cuda": str(torch.version.cuda or torch.version.hip)}
+        cudnn = torch.backends.cudnn.version() or 0  # 91501 is 9.15.1
+        build = f"{torch.__version__.split('+')[0]}+cudnn{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+        major, minor = torch.cuda.get_device_capability()
+        kernel = attention_kernel_of("auto", torch_version=build, capability=major + minor / 10)
+        versions_here |= {"cudnn": build.partition("cudnn")[2], "attention": kernel}
         # Not all builds of torch have NCCL.
         with suppress(ImportError, RuntimeError, AttributeError):
             from torch.cuda import nccl

@@ -28,14 +28,15 @@ from titan.sim.record.trace import (
 )
 from titan.sim.routing import layer_shares
 
+from .attention import under_mask
 from .measured import SPAN_S, Tables, tables
 from .network import Dispatch, TransferPrice, price_transfer
 from .profiles import Profile, on_curve
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
-_NOT_FLASH = {"efficient", "cudnn"}
-"""Words in the names of kernels that are recorded where FlashAttention-2 cannot run."""
+_MASKS = {"efficient": "dense", "cudnn": "dense", "varlen": "varlen", "overrideable": "flex"}
+"""Forms of masks by a word in the names of recorded operations (titan.sim.record.device). "dense" is all that FlashAttention does not take."""
 _GROUPED_FILL_K = 192
 """Time that a tile of torch's grouped product needs to start and end, as a length of the sum: 512 TFLOPS on H100 of 500 W in a published
 profile (classes of TTS-eager-minimal-b16), where the rates of plain products would give 610."""
@@ -197,16 +198,8 @@ class Cost:
             # Rates are those of sequences as long as the documents.
             length = min(length, round(2 * self.document_keys))
         is_short = peak_dtype(kernel.dtype, profile) != "float32"
-        chosen = profile.attention_kernel
-        # sdp_utils.cpp: cuDNN takes masks and values of another size than keys, up to some head
-        # dim. FlashAttention-2 takes neither, so that such inputs are recorded as another kernel.
-        v_width = head_dims - width
-        if chosen == "cudnn" and max(width, v_width) > profile.cudnn_head_dim:
-            chosen = "flash2"
-        if is_short and chosen == "flash2" and _NOT_FLASH & {*kernel.name.split("_")}:
-            chosen = "efficient"
-        if chosen not in curves:
-            chosen = profile.attention_kernel
+        runs = self.attention_kernel(kernel) if is_short else profile.attention_kernel
+        chosen = profile.rates_of(runs)
         rate = on_curve(curves[chosen], length) * 1e12
         if kernel.causal:
             rate *= on_curve(profile.attention_causal_share[chosen], length)
@@ -224,6 +217,17 @@ class Cost:
         return self.flops(kernel) / (
             rate * self._filled(batch * heads, head_dim, known_dim, length)
         )
+
+    def attention_kernel(self, kernel: Kernel) -> str:
+        """Return the kernel that runs a recorded operation of attention, as attention.py names it."""
+        mask = next((mask for word, mask in _MASKS.items() if word in kernel.name), "")
+        profile = self.profile
+        if mask != "flex" and peak_dtype(kernel.dtype, profile) == "float32":
+            return "efficient"
+        runs = under_mask(profile.attention_kernel, mask)
+        # sdp_utils.cpp: cuDNN takes head dims up to a limit.
+        is_large = max(shape[-1] for shape in kernel.shapes) > profile.cudnn_head_dim
+        return under_mask("flash2", mask) if runs == "cudnn" and is_large else runs
 
     def _recurrence_s(self, kernel: Kernel) -> float:
         """Return the seconds of linear attention: those of its kind that were measured, else the bytes that its kernels move."""

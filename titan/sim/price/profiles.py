@@ -11,6 +11,7 @@ and small messages. Imports no torch.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -32,8 +33,10 @@ from pydantic_core import ErrorDetails
 
 from titan.base.hardware import HARDWARE, MARGIN, by_name
 from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
+from titan.config.options import mistake
 from titan.config.toml import read_toml
 
+from .attention import FLEX, attention_kernel_of
 from .measured import BUS, CARDS, tables
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
@@ -42,6 +45,8 @@ _SELF = {"name", "note", "assumes", "kin", "unsupported"}
 _NOT_FROM_BASE = {"matmul_alone", *_SELF}
 _DTYPES = sorted({"float64"}.union(*(row.peak_flops for row in HARDWARE)))
 _NOT_FIGURES = {"device", "is_cpu", "margin", "measured", "sources", *_SELF}
+_NOT_SET = {"network", "attention_kernel", *_NOT_FIGURES}
+"""Entries that `--set` does not change."""
 
 
 def _increasing(curve: Curve) -> Curve:
@@ -134,14 +139,16 @@ class Profile(BaseModel):
     num_sms: Count
     grouped_rows: int = Field(ge=0)
     """Rows to which torch's grouped matmul rounds up each group. 0: it is a loop of products."""
+    compute_capability: Amount = 0.0
+    """Compute capability of NVIDIA's devices, such as 9.0."""
     attention_kernel: str
-    """Kernel that torch's scaled_dot_product_attention runs in 16 bits: "flash2", "cudnn" or "flash3". With "flash2", the curve
-    "efficient" is for inputs that flash2 does not support."""
+    """Kernel that torch's scaled_dot_product_attention runs in 16 bits: "flash2", "cudnn" or "flash3". "cudnn": on this card torch prefers
+    it, as far as its version does (attention.py). The curve "efficient" is for inputs that FlashAttention does not support."""
     cudnn_head_dim: int = 128
     """Largest head dim of cuDNN's kernel, of keys or of values. FlashAttention-2 computes larger ones."""
     attention_forward_tflops: dict[str, Curve]
     attention_backward_tflops: dict[str, Curve]
-    """Rates by kernel and sequence length, of the FLOPs that a causal mask leaves. A plain list is for `attention_kernel`."""
+    """Rates by kernel and sequence length, of the FLOPs that a causal mask leaves."""
     attention_causal_share: dict[str, Curve]
     """Rate of causal attention over that without a mask, by kernel and sequence length."""
     attention_head_dim_share: dict[str, Curve] = {}
@@ -219,27 +226,11 @@ class Profile(BaseModel):
     unsupported: bool = False
     """Whether its main figures lack sources, so that times are not to be relied on."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_curves(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Assign plain curves of attention to `attention_kernel`."""
-        curves = {
-            key: {values.get("attention_kernel", ""): curve}
-            for key, curve in values.items()
-            if key.startswith("attention_") and isinstance(curve, (list, tuple))
-        }
-        return values | curves
-
     @model_validator(mode="after")
     def _check(self) -> Profile:
         """Raise ValueError if the kernel of attention has no curve."""
-        for curves in (
-            self.attention_forward_tflops,
-            self.attention_backward_tflops,
-            self.attention_causal_share,
-        ):
-            if self.attention_kernel not in curves:
-                raise ValueError(f"no curve of attention_kernel '{self.attention_kernel}'")
+        if self.attention_kernel not in self.attention_kernels:
+            raise ValueError(f"no curve of attention_kernel '{self.attention_kernel}'")
         return self
 
     @property
@@ -260,41 +251,39 @@ class Profile(BaseModel):
     @property
     def attention_kernels(self) -> list[str]:
         """Kernels of attention that the profile has rates of."""
-        return sorted(
-            self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys()
-        )
+        forward, backward = self.attention_forward_tflops, self.attention_backward_tflops
+        return sorted(forward.keys() & backward.keys() & self.attention_causal_share.keys())
 
-    def with_attention(self, kernel: str, *, torch_version: str = "") -> Profile:
-        """Return the profile with another kernel of attention.
+    def with_attention(
+        self, kernel: str, *, backend: str = "auto", torch_version: str = ""
+    ) -> Profile:
+        """Return the profile with the kernel that computes attention without a mask.
 
         Args:
-            kernel: the kernel. "auto": the first in that torch's order that the card has.
+            kernel: the kernel. "auto": that of the backend.
+            backend: `model.attention_backend`. With "auto", a card whose profile has another kernel than cuDNN's keeps it.
             torch_version: torch of the run; empty: the installed one.
 
         Raises:
             ConfigError: the profile has no curve of this kernel.
         """
-        known = self.attention_kernels
         if kernel == "auto":
-            # On compute capability 9.0 and 10: cuDNN came first in 2.5.0 and again since 2.9
-            # (pytorch 141133, 162073).
-            parts = (torch_version or version("torch")).split("+")[0].split(".")
-            has_cudnn = parts == ["2", "5", "0"] or (int(parts[0]), int(parts[1])) >= (2, 9)
-            if self.attention_kernel != "cudnn" or has_cudnn or "flash2" not in known:
+            if backend == "auto" and self.attention_kernel != "cudnn":
                 return self
-            kernel = "flash2"
-        if kernel not in known:
-            raise ConfigError(
-                [
-                    Problem(
-                        "simulator.attention_kernel",
-                        0,
-                        "",
-                        f"{self.name} has no figures of {kernel}, only of {', '.join(known)}",
-                    )
-                ]
-            )
+            torch = torch_version or version("torch")
+            capability = self.compute_capability
+            kernel = attention_kernel_of(backend, torch_version=torch, capability=capability)
+        elif kernel not in (known := self.attention_kernels):
+            message = f"{self.name} has no figures of {kernel}, only of {', '.join(known)}"
+            raise ConfigError([Problem("simulator.attention_kernel", 0, "", message)])
         return self.model_copy(update={"attention_kernel": kernel})
+
+    def rates_of(self, kernel: str) -> str:
+        """Return the kernel whose curves a kernel of attention is priced by: itself, or the likest that the profile has."""
+        # FlexAttention is compiled to FlashAttention-2's algorithm. FlashAttention-3 and -4 are near cuDNN.
+        near = "flash2" if kernel in (FLEX, "efficient") else "cudnn"
+        known = self.attention_kernels
+        return next(k for k in (kernel, near, "cudnn", "flash2", *known) if k in known)
 
     def straggler(self, world_size: int) -> float:
         """Return the time of computation on the slowest of `world_size` devices, relative to the achievable shares."""
@@ -325,6 +314,44 @@ def on_curve(curve: Curve, size: float) -> float:
         return curve[min(place, len(curve) - 1)][1]
     (size0, value0), (size1, value1) = curve[place - 1], curve[place]
     return value0 + (value1 - value0) * log(size / size0) / log(size1 / size0)
+
+
+def with_figures(profile: Profile, changes: Sequence[str]) -> Profile:
+    """Return a profile with other figures, which its assumptions name.
+
+    Args:
+        profile: the profile.
+        changes: "FIGURE=+20%" or "FIGURE=-10%", relative to the profile's; of a curve, for all of its values. "FIGURE=VALUE" for a number.
+
+    Raises:
+        ConfigError: there is no such figure, or it cannot have the value.
+    """
+    values = profile.model_dump()
+    figures = sorted(values.keys() - _NOT_SET)
+    for text in changes:
+        name, _, change = text.partition("=")
+        if name not in figures:
+            raise mistake("--set", f"there is no figure '{name}'{choose(name, figures)}")
+        is_relative = re.fullmatch(r"[+-]\d+(\.\d+)?%", change)
+        # pydantic reads numbers from text.
+        values[name] = (
+            scaled(values[name], 1 + float(change[:-1]) / 100) if is_relative else change
+        )
+    assumes = ", ".join(filter(None, (profile.assumes, *changes)))
+    try:
+        return Profile(**values | {"assumes": assumes})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise mistake("--set", f"{key_text(wrong['loc'])}: {_plain(wrong)}") from None
+
+
+def scaled(value: Any, factor: float) -> Any:
+    """Return a figure times a factor: a number, the values of a curve, or those of a table."""
+    if isinstance(value, dict):
+        return {key: scaled(part, factor) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple((size, part * factor) for size, part in value)
+    return value * factor
 
 
 def profile_names() -> list[str]:
@@ -400,21 +427,24 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
     """Return the figures of a file on top of its base's and of its device's, and the lines that state them."""
     values, lines = read_toml(file)
 
-    def mistake(key: str, message: str) -> ConfigError:
-        return ConfigError([Problem(str(file), lines.get((key,), 0), key, message)])
+    def problem(key: str, message: str) -> Problem:
+        return Problem(str(file), lines.get((key,), 0), key, message)
+
+    def wrong(key: str, message: str) -> ConfigError:
+        return ConfigError([problem(key, message)])
 
     for key in ("base", "device", "measured"):
         if not isinstance(values.get(key, ""), str):
-            raise mistake(key, "is a name, in quotes")
+            raise wrong(key, "is a name, in quotes")
     if not isinstance(values.get("sources", {}), dict):
-        raise mistake("sources", "is a table: a line [sources], then a line for each figure")
+        raise wrong("sources", "is a table: a line [sources], then a line for each figure")
     figures: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if base := values.pop("base", None):
         beneath = _find(base, asked_in=f"{file}: base")
         # A file that is its own base, by any number of steps.
         if beneath in below:
-            raise mistake("base", "leads back here")
+            raise wrong("base", "leads back here")
         figures, _ = _merged(beneath, below=(*below, file))
         sources = figures.pop("sources")
         figures = {key: value for key, value in figures.items() if key not in _NOT_FROM_BASE}
@@ -424,7 +454,7 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
     if device := values.get("device"):
         names = [row.name for row in HARDWARE]
         if device not in names:
-            raise mistake("device", f"there is no '{device}'{choose(device, names)}")
+            raise wrong("device", f"there is no '{device}'{choose(device, names)}")
         # The table has FLOP/s and bytes/s, a profile TFLOP/s and TB/s.
         row = by_name(device)
         of_device = {
@@ -436,7 +466,7 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
         sources |= dict.fromkeys(of_device, row.source)
     if card := values.get("measured"):
         if card not in CARDS:
-            raise mistake("measured", f"there are tables of {', '.join(CARDS)}, not of {card}")
+            raise wrong("measured", f"there are tables of {', '.join(CARDS)}, not of {card}")
         measured = tables(card)
         figures |= {key: measured.bus_gb_per_s(key) for key in BUS}
         sources |= dict.fromkeys(BUS, measured.source)
@@ -444,15 +474,6 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
     known = values.keys() & Profile.model_fields.keys()  # a misspelt figure is told as such
     unsourced = known - set(filter(stated.get, stated)) - _NOT_FIGURES
     if unsourced:
-        raise ConfigError(
-            [
-                Problem(
-                    str(file),
-                    lines.get((key,), 0),
-                    key,
-                    "[sources] does not say where it is from",
-                )
-                for key in sorted(unsourced)
-            ]
-        )
+        message = "[sources] does not say where it is from"
+        raise ConfigError([problem(key, message) for key in sorted(unsourced)])
     return figures | values | {"sources": sources | stated}, lines

@@ -227,6 +227,9 @@ _DECLARED = (
     "_scaled_dot_product_efficient_attention_backward",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_cudnn_attention_backward",
+    # No kernel of NVIDIA's devices: it stands for FlexAttention.
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_fused_attention_overrideable_backward",
 )
 
 
@@ -275,14 +278,15 @@ def _flex_attention(
     return_aux: AuxRequest | None = None,
     **_: Any,
 ) -> Any:
-    """Run FlashAttention in place of compiled FlexAttention, which uses the same algorithm over the blocks of its mask.
+    """Run one fused kernel in place of compiled FlexAttention.
 
     A sliding window is recorded as attention over `window` keys.
     """
     if spec.window:
         k, v = k[:, :, : spec.window], v[:, :, : spec.window]
-    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, spec.causal, scale=scale)
-    out, lse = found[0][..., : v.shape[-1]], found[1]
+    out, lse, *_more = _aten._scaled_dot_product_fused_attention_overrideable(
+        q, k, v, None, 0.0, spec.causal, scale=scale
+    )
     return (out, AuxOutput(lse=lse)) if return_aux else out
 
 
@@ -297,9 +301,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Choose a kernel of attention as sdp_utils.cpp does on compute capability 9.0.
+    """Choose a kernel of attention as sdp_utils.cpp does on compute capability 9.0, among those that `prefer_backend` left.
 
-    With 16-bit inputs this is flash, or cuDNN if there is a mask. With 32-bit inputs, and if the
+    With 16-bit inputs this is flash, which stands for cuDNN, too (attention.py of titan.sim.price), or cuDNN if there is a mask. With 32-bit inputs, and if the
     head dimensions of values and keys differ (which flash does not support), it is the
     memory-efficient kernel, except for grouped heads, which torch computes by separate matmuls.
     titan's models copy heads first in that case (titan/parallel/block_attention.py: match_heads).
@@ -307,8 +311,9 @@ def _attention(
     and cost.py prices it as cuDNN's.
     """
     q, k, v = q_BHSK, k_BGTK, v_BGTK
-    is_short = q.dtype in (torch.bfloat16, torch.float16)
-    if is_short and attn_mask is None and q.shape[-1] == v.shape[-1]:
+    is_short, allowed = q.dtype in (torch.bfloat16, torch.float16), torch.backends.cuda
+    is_flash = is_short and attn_mask is None and q.shape[-1] == v.shape[-1]
+    if is_flash and allowed.flash_sdp_enabled():
         return _aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale
         )[0]
@@ -316,9 +321,9 @@ def _attention(
     # The kernel saves logsumexp for backward only where a gradient will be asked for.
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     settings = (attn_mask, needs_grad, dropout_p, is_causal)
-    if is_short and attn_mask is not None:
+    if is_short and attn_mask is not None and allowed.cudnn_sdp_enabled():
         return _aten._scaled_dot_product_cudnn_attention(q, k, v, *settings, scale=scale)[0]
-    if q.shape[1] == k.shape[1]:
+    if q.shape[1] == k.shape[1] and allowed.mem_efficient_sdp_enabled():
         return _aten._scaled_dot_product_efficient_attention(q, k, v, *settings, scale=scale)[0]
     return _aten._scaled_dot_product_attention_math(
         q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -12,6 +12,7 @@ import logging
 import operator
 import os
 import pickle
+import re
 import sysconfig
 import traceback
 import warnings
@@ -195,19 +196,23 @@ def world_of(job: Job) -> object:
     program, layout = job.programs[0], _layout(job)
     # A process assumes one load of the busiest rank, which depends on the batch, too.
     busiest = busiest_rank(program, program.model.sizes, layout)
-    simulator = program.simulator.model_dump_json()
-    return (str(layout), job.ranks, simulator, busiest) if layout.pp == 1 else id(job)
+    simulator, backend = program.simulator.model_dump_json(), program.model.attention_backend
+    return (str(layout), job.ranks, simulator, busiest, backend) if layout.pp == 1 else id(job)
 
 
 def _prepare(job: Job, tracer: Any) -> None:
     """Replace the functions that titan's own program finds in its modules."""
+    from titan.parallel.block_attention import prefer_backend
     from titan.sim.record import torch_compat
+    from titan.sim.record.device import NAME
     from titan.sim.record.experts import assume_token_counts
     from titan.sim.record.microbatches import track_actions
     from titan.sim.record.program import cache_by_program
     from titan.step import train_step as module
 
     config, layout = job.programs[0], _layout(job)
+    # torch's choice between kernels does not distinguish versions of FlashAttention.
+    prefer_backend(re.sub(r"fa\d", "flash", config.model.attention_backend), NAME)
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
     assume_token_counts(busiest_rank(config, config.model.sizes, layout), tracer.record)
     module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)

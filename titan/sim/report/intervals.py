@@ -32,10 +32,12 @@ from titan.sim.record.trace import Trace
 from titan.sim.replay.timeline import KernelGroup, Timeline, axis_of
 
 ERRORS = Path(__file__).with_name("errors.toml")
-HARDWARE = "hardware without a run"
+HARDWARE = "this card's figures"
 """Class of a whole step on hardware that no published run supports."""
 TENSOR = "tensor parallelism"
 """Class of a whole step with it: what DTensor launches beside matmuls differs more between versions than other work."""
+UNRATED = 0.25
+"""Standard deviation of the time of attention in a kernel without rates, beside attention's own: that of a class without runs."""
 _WAITS = {"pp": "waiting for stages", "ep": "experts' dispatch"}
 """Classes of transfers of these axes. The others are transfers within a node or between nodes."""
 
@@ -58,7 +60,7 @@ class SpeedInterval(NamedTuple):
 
 @cache
 def errors() -> dict[str, Any]:
-    """Return errors.toml: `level`, `factor`, `floor`, `pair_floor`, `sigma` and `runs` by class, `devices` with runs, `kept_back` by device."""
+    """Return errors.toml: `level`, `factor`, `floor`, `pair_floor`, `sigma` and `runs` by class, numbers of runs by `devices`, `kept_back` by device."""
     return read_toml(ERRORS)[0]
 
 
@@ -126,22 +128,36 @@ def lacks_runs(profile: Profile) -> str:
 
 
 def interval_facts(
-    speed: float, timeline: Timeline, traces: Mapping[int, Trace], profile: Profile
+    speed: float,
+    timeline: Timeline,
+    traces: Mapping[int, Trace],
+    profile: Profile,
+    *,
+    has_rates: bool = True,
 ) -> dict[str, Any]:
-    """Return the interval of a simulated speed as data, with the shares of the step that it comes from."""
+    """Return the interval of a simulated speed as data, with the shares of the step that it comes from.
+
+    Args:
+        speed: tokens/s/GPU.
+        timeline: the step.
+        traces: traces by global rank.
+        profile: the hardware.
+        has_rates: whether the profile has rates of the step's kernels of attention.
+    """
     mix = shares(timeline, traces, profile)
     if any("tp" in group.axes for trace in traces.values() for group in trace.groups.values()):
         mix[TENSOR] = 1.0
     known = errors()
-    if lacks_runs(profile):
-        mix[HARDWARE] = 1.0
-    elif deviation := known["kept_back"].get(profile.device):
-        mix[HARDWARE] = deviation / known["sigma"][HARDWARE]
+    whole = known["sigma"][HARDWARE]
+    card = whole if lacks_runs(profile) else known["kept_back"].get(profile.device, 0.0)
+    attention = sum(share for name, share in mix.items() if name.startswith("attention"))
+    deviation = card if has_rates else hypot(card, UNRATED * attention)
+    if deviation:
+        mix[HARDWARE] = deviation / whole
     rest = {name: text for name, text in rests_on(profile).items() if mix.get(name)}
     found = of_speed(speed, mix)
-    if not lacks_runs(profile):
-        found = found._replace(reason=found.reason.replace(HARDWARE, "this card's figures"))
-    return {"shares": mix, "rests_on": rest, **found._asdict()}
+    runs = known["devices"].get(profile.device, 0)
+    return {"shares": mix, "rests_on": rest, "runs": runs, **found._asdict()}
 
 
 def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:

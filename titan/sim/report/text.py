@@ -173,13 +173,19 @@ def other_groups(count: int) -> list[str]:
     ]
 
 
-def speed_range(facts: Facts, unit: str = " tokens/s/GPU") -> str:
-    """Return a simulated speed with its interval as text, such as "5,720 tokens/s/GPU (5,400 to 6,000)"."""
-    low, high = facts["interval"]["low"], facts["interval"]["high"]
+def speed_range(facts: Facts, unit: str = " tokens/s/GPU", *, times: float = 1.0) -> str:
+    """Return a simulated speed with its interval as text, such as "5,720 tokens/s/GPU (5,400 to 6,000)".
+
+    Args:
+        facts: the simulation.
+        unit: follows the speed.
+        times: speed of a variant over the simulated one. Its interval is as wide.
+    """
+    low, high = (facts["interval"][end] * times for end in ("low", "high"))
     # Six to sixty rounded units make the range.
     places = -floor(log10((high - low) / 6)) if high > low else 0
     ends = (f"{round(end, places):,.{max(0, places)}f}" for end in (low, high))
-    return f"{facts['tokens_per_s_per_gpu']:,.0f}{unit} ({' to '.join(ends)})"
+    return f"{facts['tokens_per_s_per_gpu'] * times:,.0f}{unit} ({' to '.join(ends)})"
 
 
 def degrees(facts: Facts) -> str:
@@ -195,37 +201,33 @@ def _machine(facts: Facts) -> Iterator[str]:
     """Yield the assumptions about the machine, and their uncertainty."""
     if note := facts["hardware_note"]:
         yield f"  {facts['hardware']}: {note}"
-    others = ", ".join(
-        f"{name} {speed / facts['tokens_per_s_per_gpu'] - 1:+.0%}"
-        for name, speed in facts["attention_others"].items()
-    )
-    attention = f"attention in {facts['attention_kernel']}" + (
-        f" (with {others})" if others else ""
-    )
-    assumed = filter(None, (facts["hardware_assumes"], attention))
+    runs = facts["attention_kernel"]
+    assumed = filter(None, (facts["hardware_assumes"], runs and f"attention in {runs}"))
     yield f"  assumed   {', '.join(assumed)}"
     if (keys := facts.get("document_keys", 0)) is None:
         yield "  documents as long as a sequence, since nothing tells their length; simulator.document_tokens does"
     elif keys:
         yield f"  documents let a token see {keys:,.0f} keys in the mean"
-    for name, speed in facts["hardware_kin"].items():
-        change = speed / facts["tokens_per_s_per_gpu"] - 1
-        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%})"
+    for name in facts["attention_lacks"]:
+        yield f"            {facts['hardware']} has no rates of {name}: the nearest kernel's count, and the range is wider"
+    for key, what in (("hardware_kin", "it is"), ("attention_others", "attention runs in")):
+        for name, speed in facts.get(key, {}).items():
+            times = speed / facts["tokens_per_s_per_gpu"]
+            if times != 1 or key == "hardware_kin":
+                yield f"            if {what} {name}: {speed_range(facts, times=times)}, {times - 1:+.0%}"
 
 
 def _speed(facts: Facts) -> Iterator[str]:
     """Yield the step time, throughput and MFU."""
-    mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
-    if facts["mfu_dtype"] == "float32":
-        mfu += " of float32's peak"
     convention = f"{facts['mfu_convention']} attention"
     if facts["mfu_convention"] == "full" and facts.get("mfu_causal"):
         convention += f"; {facts['mfu_causal']:.1%} with causal attention"
     tokens = facts["tokens_per_step"]  # 0: a script has not stated them
     of_tokens = f" for {tokens:,} tokens" if tokens else ""
     speed = f"{speed_range(facts)}, " if tokens else ""
-    level = f"{facts['interval']['level']:.0%} of measured speeds should be in the range"
-    reason, low, high = (facts["interval"][name] for name in ("reason", "low", "high"))
+    interval = facts["interval"]
+    reason, low, high = (interval[name] for name in ("reason", "low", "high"))
+    level = f"{interval['level']:.0%} of measured speeds should be in the range, by {interval['runs']} public runs on this card and others"
     is_unknown = tokens and high > _UNKNOWN * low
     if is_unknown:
         middle, _, ends = speed[:-3].partition(" (")
@@ -234,7 +236,7 @@ def _speed(facts: Facts) -> Iterator[str]:
         yield "            a profile with the rates of that machine narrows it; in the middle of the range:"
     yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
-        f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, {mfu} ({convention})"
+        f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, MFU {utilization(facts)} ({convention})"
     )
     if tokens and reason and not is_unknown:
         yield f"            {level}; most of its width is from {reason}"
@@ -277,6 +279,10 @@ def _time(facts: Facts) -> Iterator[str]:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"
     yield from _bars(_by_part(time["by_module_s"], most=8), total=total, unit=duration)
+    if decides := facts.get("decides"):
+        own = facts["tokens_per_s_per_gpu"]
+        parts = ", ".join(f"{part} {own / speed - 1:+.1%}" for part, speed in decides.items())
+        yield f"  what decides: a tenth faster, the step changes by: {parts}"
 
 
 def price_rows(interval: Facts) -> list[list[str]]:
