@@ -77,19 +77,18 @@ class StepRecovery(Hook):
         first_sample = trainer.loader.state_dict()["position"] - trainer.sequences_per_step
         if decision.action == StepAction.REWIND:
             return self._rewind(first_sample)
-        text = f"step {trainer.step}, {self._samples(first_sample)}: {decision.reason}"
+        text = f"step {trainer.step}, {self._samples(first_sample)}: {decision.reason}; see {trainer.audit_command(trainer.step)}"
         if decision.action == StepAction.STOP:
             loss, grad_norm = AsyncScalars([report.loss, report.grad_norm]).values()
             self._require_finite(
                 StepResult(trainer.step, first_sample, report, loss, grad_norm)
             )
-            command = trainer.audit_command(trainer.step)
-            raise SpikeError(f"{text}. {self._saved()}; see {command}")
+            raise SpikeError(f"{text}. {self._saved()}")
         done = "TRAINED ON"
         if decision.action == StepAction.SKIP:
             self.skipped.add(trainer.step)
             done = "NO UPDATE BY THIS STEP"
-        trainer.announce(f"{text}. {done}; see {trainer.audit_command(trainer.step)}")
+        trainer.announce(f"{text}. {done}")
 
     def result(self, result: StepResult) -> None:
         """Check the results of a step.

@@ -83,8 +83,7 @@ class FusedAdam(Allocates, torch.optim.Adam):
             shards.append((weight, grad, *averages))
         weights, grads, averages, squares = map(list, zip(*shards, strict=True))
         steps = [self.state[parameter]["step"] for parameter in parameters]
-        is_decoupled = group["decoupled_weight_decay"]
-        update = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+        update = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         update(
             weights,
             grads,
