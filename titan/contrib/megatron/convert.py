@@ -21,21 +21,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from titan.base.untrusted import printable
 from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.identity import tokenizer_facts
 from titan.checkpoint.tensors import some
-from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
-from titan.data import require
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
-from titan.huggingface.conversion import check_new, mapped, to_hf, toml_of
+from titan.huggingface.conversion import check_new, mapped, toml_of
 from titan.huggingface.hf_model import HFModel
 from titan.huggingface.load import HFFolder, model_keys, read_sizes, require_weights_for
-from titan.tools.answers import load_model
 
 from .job import TABLES, balance, hf_config, lost, sections
 from .names import EMBEDDINGS, part_of, places
@@ -150,7 +148,6 @@ def from_megatron(
     *,
     tokenizer: str = "",
     model_only: bool = False,
-    prove: bool = False,
 ) -> list[str]:
     """Convert a checkpoint of Megatron. Return messages.
 
@@ -159,7 +156,6 @@ def from_megatron(
         output: new run folder.
         tokenizer: path of the tokenizer, which says how many rows of the embeddings are no padding.
         model_only: leave the moments out, and begin with step 0.
-        prove: compare the logits with those of transformers' own class. It takes the memory of two models.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or titan has no such model.
@@ -200,7 +196,6 @@ def from_megatron(
     return [
         f"{path}: {plan.name} {flavor}, {plan.sizes.num_params:,} parameters, step {plan.step}",
         *_messages(folder, arguments, plan),
-        *([_proof(path, job)] if prove else []),
         f"SHA-256 of each tensor: {output / REPORT}",
         f"continue: titan train {job} --training.dataset=... (its own dataset is Python's library)",
     ]
@@ -286,20 +281,11 @@ def _require_moments(folder: MegatronFolder) -> None:
         )
 
 
-def _values(node: Any, key: str) -> Iterator[Any]:
-    """Yield the values of a key in nested dictionaries and lists."""
-    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-        if name == key:
-            yield value
-        elif isinstance(value, dict | list):
-            yield from _values(value, key)
-
-
 def _adam_steps(common: dict[str, Any]) -> float:
     """Return the steps of Adam, which are fewer than those of the run if some were skipped, as in float16."""
-    groups = common.get("optimizer", {})
-    found = (*_values(groups, "common_step"), *_values(groups, "step"), common["iteration"])
-    return float(found[0])
+    leaves, _ = tree_flatten_with_path(common.get("optimizer", {}))
+    found = {str(path[-1]): value for path, value in leaves}
+    return float(found.get("['common_step']", found.get("['step']", common["iteration"])))
 
 
 def _state(
@@ -377,25 +363,6 @@ def _job_of(
     }
     text = "# The job of a checkpoint of Megatron.\n" + toml_of(sections)
     return keys.get("flavor", ""), text
-
-
-def _proof(step: Path, job: Path) -> str:
-    """Return how far the logits are from those of transformers' own class, which reads the checkpoint as `titan convert to-hf` writes it."""
-    config = load_config(job)
-    # The first ids, as far as the model has positions.
-    length = min(config.training.seq_len, 512)
-    tokens_BS = torch.arange(length)[None] % config.model.sizes.vocab_size
-    transformers = require("transformers", purpose="--prove")
-    transformers.logging.set_verbosity_error()  # it reports modules of multi-token prediction
-    with TemporaryDirectory() as temporary, torch.no_grad():
-        folder = Path(temporary) / "huggingface"
-        to_hf(step, folder, dtype="float32", file_bytes=5 * 10**9, tokenizer="")
-        kind = transformers.AutoModelForCausalLM
-        theirs_BSV = kind.from_pretrained(folder, dtype=torch.float32)(tokens_BS).logits
-    ours = load_model(config, step, device=torch.device("cpu"))
-    with torch.no_grad():
-        difference = (ours(tokens_BS) - theirs_BSV).norm() / theirs_BSV.norm()
-    return f"logits of {length} tokens differ from transformers' {difference:.1e}, relative"
 
 
 def _messages(
