@@ -9,7 +9,7 @@ B batch, S sequence, H query heads, G key/value heads, K head dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -78,20 +78,27 @@ def is_probing() -> bool:
 
 
 def record_recurrence(
-    layer: nn.Module, *, takes_documents: bool, flops: int = 0, reach: int = 0
+    layer: nn.Module,
+    others: Mapping[str, Any],
+    *,
+    documents: Any,
+    flops: int = 0,
+    reach: int = 0,
 ) -> None:
-    """Record one call of a part of linear attention, if a model is being run for the record.
+    """Check a call of a part of linear attention, and record it if a model is being run for the record.
 
     Args:
         layer: the layer that calls it.
-        takes_documents: whether the documents of the model's call arrive here.
+        others: arguments that titan does not know.
+        documents: the documents of the model's call, if they arrive here.
         flops: operations for one token.
         reach: number of tokens before a token that a convolution needs.
     """
+    require_known("recurrences", type(layer).__name__, (), others)
     if _probe is not None:
         _probe.reach = max(_probe.reach, reach)
         _probe.recurrences[id(layer)] = _probe.recurrences.get(id(layer), 0) + flops
-        _probe.without_documents += [] if takes_documents else [type(layer).__name__]
+        _probe.without_documents += [] if documents is not None else [type(layer).__name__]
 
 
 @contextmanager

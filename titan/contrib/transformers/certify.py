@@ -317,25 +317,6 @@ def _outputs(step: TrainStep, judge: Judge, theirs: Any) -> dict[str, float]:
     return {"logits": math.sqrt(away / size), "losses": losses}
 
 
-def _load(config: JobConfig, folder: Path) -> Any:
-    """Return transformers' model with the weights of a folder. Raises ValueError if tensors are missing, left over or of another shape."""
-    transformers, theirs = _import(), config_of(config, folder)
-    theirs._experts_implementation = "eager"
-    name = (theirs.architectures or [""])[0]
-    kind: Any = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
-    model, report = kind.from_pretrained(
-        folder,
-        config=theirs,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
-    wrong = {what: sorted(map(str, names))[:3] for what, names in report.items() if names}
-    if wrong:
-        raise ValueError("; ".join(f"{k}: {', '.join(v)}" for k, v in wrong.items()))
-    return model.eval()
-
-
 def _batches(step: TrainStep) -> Iterator[Any]:
     """Yield batches: one long document and several short ones, and one of so few tokens that some experts get none."""
     task: Any = step.task
@@ -392,7 +373,21 @@ class CausalJudge:
         return task_module(config) is None
 
     def load(self, config: JobConfig, folder: Path) -> nn.Module:
-        return _load(config, folder)
+        transformers, theirs = _import(), config_of(config, folder)
+        theirs._experts_implementation = "eager"
+        name = (theirs.architectures or [""])[0]
+        kind: Any = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+        model, report = kind.from_pretrained(
+            folder,
+            config=theirs,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+        wrong = {what: sorted(map(str, names))[:3] for what, names in report.items() if names}
+        if wrong:
+            raise ValueError("; ".join(f"{k}: {', '.join(v)}" for k, v in wrong.items()))
+        return model.eval()
 
     def compute(self, theirs: Any, batch: Any, local: Microbatch) -> tuple[Tensor, Tensor]:
         expected, losses = [], []
