@@ -35,7 +35,7 @@ from titan.huggingface.conversion import check_new, mapped, toml_of
 from titan.huggingface.hf_model import HFModel
 from titan.huggingface.load import HFFolder, model_keys, read_sizes, require_weights_for
 
-from .job import TABLES, balance, hf_config, lost, sections
+from .job import TABLES, balance, differing_arguments, hf_config, sections
 from .names import EMBEDDINGS, part_of, places
 from .reading import MegatronFolder, digest, open_folder
 
@@ -221,7 +221,7 @@ def _plan(
         losses = {key: x for key, x in wanted.items() if key in known}
         sizes = dataclasses.replace(sizes, **losses)
         job, step, tokens, adam_steps = {}, 0, 0, None
-        differing = lost(arguments)
+        differing = [*differing_arguments(arguments, TABLES["lost"])]
         differing += [
             key for key in wanted.keys() - known if wanted[key] and key != "mtp_coeff"
         ]

@@ -173,8 +173,6 @@ VARIANTS = (
     "moe",
     "moe_single",
     "moe_ep2",
-    "moe_grouped",
-    "moe_grouped_single",
     "moe_tp2",
     "qwen3_moe",
     "deepseek",
