@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.rows import Row, number
-from titan.base.run_folder import CONFIG, RunFolder
+from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
 from titan.checkpoint.identity import job_facts
 from titan.config.layout import layout_of
@@ -116,12 +116,8 @@ class Recipe:
         Raises:
             InputError: There is none, or they are not of one job with a seed each.
         """
-        folders = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
-        if RunFolder(path).config.is_file():
-            folders = [path]
-        folders = folders or reading.folders_of(path)
         runs: dict[int, SeedRun] = {}
-        for folder in folders:
+        for folder in reading.folders_of(path):
             entry = SeedRun.of(folder, is_own=is_own)
             other = runs.setdefault(entry.config.debug.seed, entry)
             if other is not entry:
