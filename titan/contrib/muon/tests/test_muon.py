@@ -24,7 +24,6 @@ from titan.config.schema import MuonSection
 from titan.contrib.muon import optimizer as muon
 from titan.contrib.muon.optimizer import (
     Exchange,
-    Muon,
     collect,
     cuts_of,
     give_back,
@@ -82,17 +81,6 @@ def test_equals_torch_s_muon(nesterov: bool) -> None:
         reference.step()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
-
-
-def test_updates_are_of_the_size_of_adam_s() -> None:
-    for shape in ((64, 64), (64, 512), (512, 64)):
-        parameter = nn.Parameter(torch.zeros(shape))
-        others = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-        optimizer = Muon([parameter], others=others, lr=1.0, weight_decay=0.0)
-        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        optimizer.step()
-        # Less for a square one, which has small singular values, and they need more steps.
-        assert 0.15 < parameter.detach().square().mean().sqrt().item() < 0.22
 
 
 def test_who_gets_what() -> None:

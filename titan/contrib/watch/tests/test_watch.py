@@ -79,19 +79,23 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def get(run_dir: Path) -> Iterator[Get]:
-    server = Server(open_runs([run_dir]), host="127.0.0.1", port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def port(run_dir: Path) -> Iterator[int]:
+    """A server of the run."""
+    with Server(open_runs([run_dir]), host="127.0.0.1", port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
+
+@pytest.fixture
+def get(port: int) -> Get:
     def get(path: str, host: str = "localhost") -> tuple[int, str]:
-        connection = HTTPConnection("127.0.0.1", server.server_port)
+        connection = HTTPConnection("127.0.0.1", port)
         connection.request("GET", path, headers={"Host": host})
         answer = connection.getresponse()
         return answer.status, answer.read().decode() + str(answer.headers)
 
-    yield get
-    server.shutdown()
-    server.server_close()
+    return get
 
 
 def poll(get: Get, at: str = "") -> dict[str, Any]:
@@ -116,6 +120,7 @@ def test_a_poll_says_what_the_folder_holds(get: Get) -> None:
         (1, 3, 1.5),
     ]
     assert run["experts"] == {"step": 3, "layers": [0, None], "loads": [[4, 0], [2, None]]}
+    assert run["starts"] == [[1, "resume", 2.0]]
     assert run["stragglers"] == [1]  # rank 0 was one before the restart
     assert (run["restarts"], run["lost_steps"]) == (2, 7)
     assert run["seconds"] == {"trained": 3.0, "down": 1.0}
@@ -206,10 +211,6 @@ def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
     assert run["total"] == 109_999 and len(run["rows"]) <= MAX_ROWS
     kept = steps(run)
     assert kept == sorted(set(kept)) and 100_001 in kept and kept[-1] == 109_999
-
-
-def test_where_a_run_started_again_is_sent(get: Get) -> None:
-    assert poll(get)["starts"] == [[1, "resume", 2.0]]
 
 
 @pytest.mark.parametrize(
@@ -350,36 +351,12 @@ def test_tracks_of_a_grid_may_be_narrower_than_their_content() -> None:
     assert "initial-scale=1" in style
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium, to lay a page out")
-def test_the_page_is_no_wider_than_a_telephone(
-    run_dir: Path, tmp_path: Path, shell: Shell
-) -> None:
-    other = tmp_path / "a_run_with_a_name_that_is_wider_than_others"
-    shutil.copytree(run_dir, other)
-    page, frame = tmp_path / "page.html", tmp_path / "frame.html"
-    shell(f"watch {run_dir} {other} --once {page}")
-    # A window cannot be this narrow, but a frame in it can.
-    measure = "document.title = frames[0].document.documentElement.scrollWidth + ' px'"
-    frame.write_text(
-        f'<iframe src="{page.name}" style="width: 390px; border: 0" onload="{measure}"></iframe>'
-    )
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
-    command += ["--allow-file-access-from-files", "--hide-scrollbars", frame.as_uri()]
-    shown = finished(command, timeout=120, code=None).stdout
-    assert "<title>390 px</title>" in shown
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-def test_in_a_browser(run_dir: Path) -> None:
-    server = Server(open_runs([run_dir]), host="127.0.0.1", port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def test_in_a_browser(port: int) -> None:
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--virtual-time-budget=5000", f"http://127.0.0.1:{server.server_port}/"]
+    command += ["--virtual-time-budget=5000", f"http://127.0.0.1:{port}/"]
     dom = finished(command, timeout=120, code=None).stdout
-    server.shutdown()
-    server.server_close()
     body = dom.partition("<body>")[2].partition("<script>")[0]
     assert "<title>run 3, titan watch</title>" in dom  # not "owned"
     assert "<img" not in body and "&lt;img src=x" in body  # shown as text
