@@ -134,9 +134,6 @@ def _attend(
     v_BGSK: Tensor,
     attention_mask: Tensor | None = None,
     *rest: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
     document_ids_BS: Any = None,
     s_aux: Tensor | None = None,
     **others: Any,
@@ -145,11 +142,12 @@ def _attend(
     sparse, chosen = sparse_of(module), _take_choice(module, others)
     given = {"attention_mask": None if attention_mask is NO_MASK else attention_mask, **others}
     require_known("attention", _name(module), rest, given)
+    inner, qkv = module.inner_attention, (q_BHSK, k_BGSK, v_BGSK)
     if sparse is not None:
-        out_BHSK = sparse.attend(module.inner_attention, q_BHSK, k_BGSK, v_BGSK, chosen)
-        return out_BHSK.transpose(1, 2).contiguous(), None
-    sinks = () if s_aux is None else (s_aux,)
-    out_BHSK = module.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, *sinks)
+        out_BHSK = sparse.attend(inner, *qkv, chosen)
+    else:
+        sinks = () if s_aux is None else (s_aux,)
+        out_BHSK = inner(*qkv, document_ids_BS, *sinks)
     return out_BHSK.transpose(1, 2).contiguous(), None
 
 

@@ -44,11 +44,9 @@ def prepare_recurrences(model: nn.Module) -> None:
             _replace(file, name)
         layer = module
         layer.recurrence = LinearAttention(scale=1.0 if _MAMBA in ours else None)
-        layer.register_forward_pre_hook(_name_layer, with_kwargs=True)
-
-
-def _name_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return args, {**kwargs, _LAYER: module}
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, _LAYER: module}), with_kwargs=True
+        )
 
 
 def _replace(file: Any, name: str) -> None:
@@ -138,17 +136,14 @@ def _mamba(
     **others: Any,
 ) -> Any:
     """Compute state space duality: C, B and dt x are queries, keys and values, and dt A is the gate of each head."""
+    heads, size = hidden_states.shape[2:]
+    flops = 4 * B.shape[-1] * heads * size
+    attention.record_recurrence(layer, others, documents=document_ids_BS, flops=flops)
     dt_BSH = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt_BSH = (F.softplus(dt_BSH) if dt_softplus else dt_BSH).clamp(*dt_limit).float()
     x_BSHV = hidden_states.float()
     values, gates = (x_BSHV * dt_BSH[..., None]).to(hidden_states.dtype), A.float() * dt_BSH
     tensors = [x.transpose(1, 2) for x in (C.float(), B.float(), values, gates)]
-    attention.record_recurrence(
-        layer,
-        others,
-        documents=document_ids_BS,
-        flops=4 * B.shape[-1] * x_BSHV.shape[2] * x_BSHV.shape[3],
-    )
     out_BSHV = layer.recurrence(*tensors, None, document_ids_BS).transpose(1, 2)
     out_BSHV = out_BSHV if D is None else out_BSHV + D[..., None] * x_BSHV
     return (out_BSHV.contiguous(), None) if return_final_states else out_BSHV.contiguous()
