@@ -7,7 +7,6 @@ which contain every peak. A damaged file costs its own part of the page, and add
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,12 +18,8 @@ from typing import Any
 from titan.base.rows import Row, number, parse
 from titan.base.run_folder import CONFIG, ENVIRONMENT, EVENTS, METRICS, SIGNS, STATUS, RunFolder
 from titan.base.untrusted import InputError, parse_json, read_bytes, tail_lines
+from titan.config.toml import tomllib
 from titan.tools.row_files import MAX_ROWS, LineFile, RowFile
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 COLUMNS = (
     "step",

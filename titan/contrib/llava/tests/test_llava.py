@@ -32,7 +32,6 @@ from tests.support.layouts import (
     differences,
     fsdp,
     pp,
-    schedule,
     tp,
     train,
 )
@@ -103,7 +102,6 @@ LAYOUTS = rows(
     ("CP Ulysses", cp(2), {"settings": ULYSSES}),
     ("CP ring", cp(2), {"settings": RING}),
     ("PP 1F1B", pp(2), {}),
-    ("PP interleaved", pp(2), {"settings": schedule("Interleaved1F1B")}),
     ("PP zero bubble", pp(2), {"settings": ZERO_BUBBLE}),
     ("FSDP2 x TP+SP, full AC", (*fsdp(2), *tp(2)), {"recompute": "full"}),
     ("FSDP2, selective AC, compiled", fsdp(2), {"recompute": "selective", "compiled": TRACED}),

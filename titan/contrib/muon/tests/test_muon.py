@@ -143,7 +143,7 @@ def arrived(exchange: Exchange) -> Tensor:
     return result[0]
 
 
-def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Tensor]:
+def exchange(shape: tuple[int, int], placements: str, num: int) -> list[Tensor]:
     """How whole each rank's matrices are, and whether its shards come back as they were."""
     mesh = build_mesh("cpu", dp_shard=2, tp=2)
     places = [{"r": Replicate(), "0": Shard(0), "1": Shard(1)}[p] for p in placements]
@@ -170,9 +170,8 @@ def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Te
 def test_every_matrix_is_whole_on_one_rank(
     shape: tuple[int, int], placements: str, pool: Pool
 ) -> None:
-    results = pool.run(4, exchange_each, shape, placements)
     for num in (1, 3, 4):
-        whole = [m for result in results for m in result[num]]
+        whole = [m for found in pool.run(4, exchange, shape, placements, num) for m in found]
         copies = 2 if "r" in placements else 1  # replicas do the same work
         assert len(whole) == num * copies
         firsts = sorted(m[0, 0].item() for m in whole)
@@ -180,10 +179,6 @@ def test_every_matrix_is_whole_on_one_rank(
         for m in whole:
             expected = torch.arange(shape[0] * shape[1]).view(shape) + m[0, 0]
             assert torch.equal(m, expected)
-
-
-def exchange_each(shape: tuple[int, int], placements: str) -> dict[int, list[Tensor]]:
-    return {num: exchange(shape, list(placements), num) for num in (1, 3, 4)}
 
 
 def shares(kinds: list[tuple[int, int]]) -> int:

@@ -351,6 +351,26 @@ def test_tracks_of_a_grid_may_be_narrower_than_their_content() -> None:
     assert "initial-scale=1" in style
 
 
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium, to lay a page out")
+def test_the_page_is_no_wider_than_a_telephone(
+    run_dir: Path, tmp_path: Path, shell: Shell
+) -> None:
+    other = tmp_path / "a_run_with_a_name_that_is_wider_than_others"
+    shutil.copytree(run_dir, other)
+    page, frame = tmp_path / "page.html", tmp_path / "frame.html"
+    shell(f"watch {run_dir} {other} --once {page}")
+    # A window cannot be this narrow, but a frame in it can.
+    measure = "document.title = frames[0].document.documentElement.scrollWidth + ' px'"
+    frame.write_text(
+        f'<iframe src="{page.name}" style="width: 390px; border: 0" onload="{measure}"></iframe>'
+    )
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
+    command += ["--allow-file-access-from-files", "--hide-scrollbars", frame.as_uri()]
+    shown = finished(command, timeout=120, code=None).stdout
+    assert "<title>390 px</title>" in shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_in_a_browser(port: int) -> None:
