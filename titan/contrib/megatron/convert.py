@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,7 @@ _MOMENTS = ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 _STATE = re.compile(r"^optimizer\.state\.\w+\.")
 
 
-class RunArguments(dict[str, Any]):
+class RunArguments(UserDict[str, Any]):
     """Arguments of Megatron's run.
 
     Attributes:
@@ -60,57 +60,6 @@ class RunArguments(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self.read[key] = super().__getitem__(key)
         return self.read[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            return default
-        return self[key]
-
-
-@dataclass(frozen=True)
-class NamedTensors:
-    """Tensors of Megatron by transformers' names.
-
-    Attributes:
-        folder: Megatron's checkpoint.
-        config: config.json of the model.
-    """
-
-    folder: MegatronFolder
-    config: dict[str, Any]
-
-    def tensor(self, theirs: str, prefixes: tuple[str, ...]) -> Tensor:
-        """Return a tensor.
-
-        Args:
-            theirs: transformers' name. {} stands for the number of an expert, and the result stacks all.
-            prefixes: kinds of state, such as "optimizer.state.exp_avg.". The first that is there is read.
-
-        Raises:
-            CheckpointError: it is missing.
-        """
-        found = [*places(theirs, num_layers=self.config["num_hidden_layers"])]
-        for prefix in prefixes:
-            for place in found:
-                names = self._names(prefix + place.name)
-                if not all(name in self.folder.entries for name in names):
-                    continue
-                tensors = [self.folder.read(name) for name in names]
-                tensor = torch.stack(tensors) if "{}" in place.name else tensors[0]
-                part = part_of(
-                    tensor,
-                    place.part,
-                    num_heads=self.config["num_attention_heads"],
-                    num_groups=self.config["num_key_value_heads"],
-                )
-                return part[: self.config["vocab_size"]] if theirs in EMBEDDINGS else part
-        wanted = prefixes[-1] + found[-1].name if found else "a place"
-        raise CheckpointError(f"{self.folder.path}: {wanted} is missing, for {theirs}")
-
-    def _names(self, name: str) -> list[str]:
-        if "{}" not in name:
-            return [name]
-        return [name.replace("{}", str(n)) for n in range(self.config["num_experts"])]
 
 
 @dataclass(frozen=True)
@@ -181,8 +130,7 @@ def from_megatron(
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".converting-") as temporary:
-        source_of = NamedTensors(folder, plan.config)
-        state = dict(_state(source_of, model, Path(temporary), adam_steps=plan.adam_steps))
+        state = dict(_state(folder, plan, model, Path(temporary)))
         _require_all_read(folder, model_only=model_only)
         hashes = {name: digest(tensor) for name, tensor in state.items()}
         path = Path(str(manager.save(plan.step, state, metadata=metadata)))
@@ -288,27 +236,56 @@ def _adam_steps(common: dict[str, Any]) -> float:
     return float(found.get("['common_step']", found.get("['step']", common["iteration"])))
 
 
+def _tensor(
+    folder: MegatronFolder, config: dict[str, Any], theirs: str, prefixes: tuple[str, ...]
+) -> Tensor:
+    """Return a tensor of Megatron by transformers' name.
+
+    Args:
+        folder: Megatron's checkpoint.
+        config: config.json of the model.
+        theirs: transformers' name. {} stands for the number of an expert, and the result stacks all.
+        prefixes: kinds of state, such as "optimizer.state.exp_avg.". The first that is there is read.
+
+    Raises:
+        CheckpointError: it is missing.
+    """
+    found = [*places(theirs, num_layers=config["num_hidden_layers"])]
+    for prefix in prefixes:
+        for place in found:
+            is_stack = "{}" in place.name
+            numbers = range(config["num_experts"]) if is_stack else (0,)
+            names = [f"{prefix}{place.name}".replace("{}", str(n)) for n in numbers]
+            if not all(name in folder.entries for name in names):
+                continue
+            tensors = [folder.read(name) for name in names]
+            part = part_of(
+                torch.stack(tensors) if is_stack else tensors[0],
+                place.part,
+                num_heads=config["num_attention_heads"],
+                num_groups=config["num_key_value_heads"],
+            )
+            return part[: config["vocab_size"]] if theirs in EMBEDDINGS else part
+    wanted = prefixes[-1] + found[-1].name if found else "a place"
+    raise CheckpointError(f"{folder.path}: {wanted} is missing, for {theirs}")
+
+
 def _state(
-    source: NamedTensors,
-    model: HFModel,
-    temporary: Path,
-    *,
-    adam_steps: float | None,
+    folder: MegatronFolder, plan: MegatronJob, model: HFModel, temporary: Path
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield titan's tensors by their names in a checkpoint. Each is in the memory of a file, so that it may be written out."""
-    folder = source.folder
     for ours, shape in model.shapes.items():
         is_buffer = ours in model.buffers
         kinds = {f"model.{ours}": _WEIGHTS}
-        if adam_steps is not None and not is_buffer:
+        if plan.adam_steps is not None and not is_buffer:
             kinds |= {f"optimizer.{ours}.{m.split('.')[2]}": (m,) for m in _MOMENTS}
-            yield f"optimizer.{ours}.step", torch.tensor(adam_steps)
+            yield f"optimizer.{ours}.step", torch.tensor(plan.adam_steps)
         for number, (key, prefixes) in enumerate(kinds.items()):
             if ours not in model.names:  # transformers has no such tensor
                 yield key, torch.zeros(shape, dtype=model.buffers[ours])
                 continue
             theirs = model.names[ours]
-            whole = source.tensor(theirs, prefixes)
+            whole = _tensor(folder, plan.config, theirs, prefixes)
             expected = shape if "{}" in theirs else model.on_disk[theirs].shape
             if whole.shape != expected:
                 raise CheckpointError(

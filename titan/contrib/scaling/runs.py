@@ -42,11 +42,6 @@ def folders_of(path: Path) -> list[Path]:
     raise InputError(f"{path}: no run, and no folder of runs{hint}")
 
 
-def steps_of(config: JobConfig) -> int:
-    """Return the steps of a whole run. It may have been stopped early on the schedule of a longer one."""
-    return max(config.training.steps, config.lr_scheduler.total_steps or 0)
-
-
 def text_settings(config: JobConfig) -> dict[str, Any]:
     """Return the settings of a job that all runs must share, since losses on other text or tokens do not compare.
 

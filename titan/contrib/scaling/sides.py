@@ -71,7 +71,9 @@ class SeedRun:
             config = config.model_copy(update={"model": model})
         rows = [row for row in run.rows() if number(row.get("tokens"))]
         step = rows[-1]["step"] if rows else 0
-        state = "done" if step >= reading.steps_of(config) else "did not finish"
+        # It may have been stopped early on the schedule of a longer run.
+        steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)
+        state = "done" if step >= steps else "did not finish"
         is_lost = state == "done" and reading.final_loss(rows) is None
         if is_lost or run.status.kind == "loss_not_finite":
             state = "diverged"
