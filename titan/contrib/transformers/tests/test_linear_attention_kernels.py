@@ -95,21 +95,11 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, f"fla.ops.{folder}", module)
 
 
-def before(added: Tensor, linear: Tensor) -> Tensor:
-    """The state before a part of the sequence, for context parallelism."""
-    return FIRST + added / 2 + linear @ FIRST
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"starts_BS": STARTS, "state": FIRST, "scale": 0.3},
-        {"state": before},
-        {"starts_BS": STARTS, "state": before},
-    ],
-    ids=["plain", "documents", "context", "both"],
+    [{}, {"starts_BS": STARTS, "state": FIRST, "scale": 0.3}],
+    ids=["plain", "documents"],
 )
 def test_outputs_states_and_gradients(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
