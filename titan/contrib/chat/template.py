@@ -167,7 +167,11 @@ class ChatTemplate:
         self._check(values, where=where)
         text, answers = self._with_answers(values, where=where)
         if unread is not None:
-            keys = (key for message in values["messages"] for key in _unread(message))
+            keys: list[str] = []
+            for message in values["messages"]:
+                # A template may read reasoning under any of its names.
+                read = message.seen | {*(_REASONING if message.seen & {*_REASONING} else ())}
+                keys += [k for k in message if k not in read and dict.get(message, k)]
             count(unread, "messages", keys, of=len(values["messages"]))
         ids, spans = self.tokenizer.encode_rendered(text)
         if answers is None or not ids:
@@ -327,12 +331,6 @@ def _message(message: dict[str, Any]) -> _Message:
     found = _Message(message if reasoning is None else whole)
     found.seen = set()
     return found
-
-
-def _unread(message: _Message) -> Iterator[str]:
-    """Yield the keys of a message that hold something, and that neither a template nor titan read."""
-    seen = message.seen | ({*_REASONING} if message.seen & {*_REASONING} else set())
-    return (key for key in message if key not in seen and dict.get(message, key))
 
 
 def _texts(value: Any) -> Iterator[str]:

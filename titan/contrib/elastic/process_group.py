@@ -19,12 +19,13 @@ import os
 import re
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin
+from urllib.request import ProxyHandler, build_opener
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ _PATIENCE_S = 2  # of a wait before the lighthouse is asked
 _TICK_S = 1.0
 _MOST_PAGE_BYTES = 2**22
 _HEARTBEAT = re.compile(r'class="heartbeat\s+(old)?\s*">\s*(\S+): seen ')
+_OPENER = build_opener(ProxyHandler({}))  # the lighthouse is near, whatever http_proxy says
 _QUORUM = re.compile(r"Current quorum_id: (\d+)")
 
 
@@ -49,14 +51,10 @@ class SumGivenUp(RuntimeError):
 
 def read_page(address: str) -> str:
     """Return the lighthouse's page about the groups, or an empty text if it does not come."""
-    url = urlsplit(address)
-    try:
-        connection = HTTPConnection(url.hostname or "", url.port or 80, timeout=_PATIENCE_S)
-        with closing(connection):
-            connection.request("GET", "/status")
-            return connection.getresponse().read(_MOST_PAGE_BYTES).decode(errors="replace")
-    except (OSError, HTTPException, ValueError):
-        return ""
+    url, failures = urljoin(address, "/status"), (OSError, HTTPException, ValueError)
+    with suppress(*failures), _OPENER.open(url, timeout=_PATIENCE_S) as page:
+        return page.read(_MOST_PAGE_BYTES).decode(errors="replace")
+    return ""
 
 
 def why_given_up(page: str, members: list[str], *, own: str, quorum: int) -> str:

@@ -28,9 +28,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -337,10 +339,7 @@ class ReplicaGroups:
             self.device.type != "cpu"
         ):  # a sum's time limit must not include kernels that still run
             torch.accelerator.current_stream().synchronize()
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in map(local, tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for bucket in (b for same in by_dtype.values() for b in _in_buckets(same)):
+        for bucket in _in_buckets([*map(local, tensors)]):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
@@ -438,11 +437,12 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with its source file
 
 
-def _in_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Divide tensors into lists that are summed together."""
-    buckets: list[list[Tensor]] = [[]]
+def _in_buckets(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Divide tensors into lists of one dtype that are summed together."""
+    by_dtype = defaultdict[torch.dtype, list[list[Tensor]]](lambda: [[]])
     for tensor in tensors:
+        buckets = by_dtype[tensor.dtype]
         if sum(map(Tensor.numel, buckets[-1])) > _BUCKET_ELEMENTS:
             buckets.append([])
         buckets[-1].append(tensor)
-    return buckets
+    return chain.from_iterable(by_dtype.values())

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan.base.run_writer import run_files
 from titan.base.untrusted import InputError, open_regular, read_lines
@@ -37,6 +36,7 @@ from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens, begin_ids
 from titan.data.text import collate_rows
 from titan.losses.loss import IGNORED
+from titan.numerics.digests import whole
 from titan.parallel import materialize
 from titan.parallel.init_weights import canonical_name
 from titan.tasks.base import Microbatch, SampleContext
@@ -352,9 +352,9 @@ class DescribePictures(NextToken):
         if run.rank == 0:
             materialize(model, device=run.device)
         for name, parameter in run.train_step.model_parts[0].named_parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            value = whole(parameter)
             if run.rank == 0:
-                model.get_parameter(canonical_name(name)).copy_(whole)
+                model.get_parameter(canonical_name(name)).copy_(value)
         if run.rank:
             return
         images = torch.from_numpy(np.stack([self.patches(number) for number in numbers]))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,23 +21,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from titan.base.untrusted import printable
 from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.identity import tokenizer_facts
 from titan.checkpoint.tensors import some
-from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
-from titan.data import require
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
-from titan.huggingface.conversion import check_new, mapped, to_hf, toml_of
+from titan.huggingface.conversion import check_new, mapped, toml_of
 from titan.huggingface.hf_model import HFModel
 from titan.huggingface.load import HFFolder, model_keys, read_sizes, require_weights_for
-from titan.tools.answers import load_model
 
-from .job import TABLES, balance, hf_config, lost, sections
+from .job import TABLES, balance, differing_arguments, hf_config, sections
 from .names import EMBEDDINGS, part_of, places
 from .reading import MegatronFolder, digest, open_folder
 
@@ -48,7 +46,7 @@ _MOMENTS = ("optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
 _STATE = re.compile(r"^optimizer\.state\.\w+\.")
 
 
-class RunArguments(dict[str, Any]):
+class RunArguments(UserDict[str, Any]):
     """Arguments of Megatron's run.
 
     Attributes:
@@ -62,57 +60,6 @@ class RunArguments(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self.read[key] = super().__getitem__(key)
         return self.read[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            return default
-        return self[key]
-
-
-@dataclass(frozen=True)
-class NamedTensors:
-    """Tensors of Megatron by transformers' names.
-
-    Attributes:
-        folder: Megatron's checkpoint.
-        config: config.json of the model.
-    """
-
-    folder: MegatronFolder
-    config: dict[str, Any]
-
-    def tensor(self, theirs: str, prefixes: tuple[str, ...]) -> Tensor:
-        """Return a tensor.
-
-        Args:
-            theirs: transformers' name. {} stands for the number of an expert, and the result stacks all.
-            prefixes: kinds of state, such as "optimizer.state.exp_avg.". The first that is there is read.
-
-        Raises:
-            CheckpointError: it is missing.
-        """
-        found = [*places(theirs, num_layers=self.config["num_hidden_layers"])]
-        for prefix in prefixes:
-            for place in found:
-                names = self._names(prefix + place.name)
-                if not all(name in self.folder.entries for name in names):
-                    continue
-                tensors = [self.folder.read(name) for name in names]
-                tensor = torch.stack(tensors) if "{}" in place.name else tensors[0]
-                part = part_of(
-                    tensor,
-                    place.part,
-                    num_heads=self.config["num_attention_heads"],
-                    num_groups=self.config["num_key_value_heads"],
-                )
-                return part[: self.config["vocab_size"]] if theirs in EMBEDDINGS else part
-        wanted = prefixes[-1] + found[-1].name if found else "a place"
-        raise CheckpointError(f"{self.folder.path}: {wanted} is missing, for {theirs}")
-
-    def _names(self, name: str) -> list[str]:
-        if "{}" not in name:
-            return [name]
-        return [name.replace("{}", str(n)) for n in range(self.config["num_experts"])]
 
 
 @dataclass(frozen=True)
@@ -150,7 +97,6 @@ def from_megatron(
     *,
     tokenizer: str = "",
     model_only: bool = False,
-    prove: bool = False,
 ) -> list[str]:
     """Convert a checkpoint of Megatron. Return messages.
 
@@ -159,7 +105,6 @@ def from_megatron(
         output: new run folder.
         tokenizer: path of the tokenizer, which says how many rows of the embeddings are no padding.
         model_only: leave the moments out, and begin with step 0.
-        prove: compare the logits with those of transformers' own class. It takes the memory of two models.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or titan has no such model.
@@ -185,8 +130,7 @@ def from_megatron(
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".converting-") as temporary:
-        source_of = NamedTensors(folder, plan.config)
-        state = dict(_state(source_of, model, Path(temporary), adam_steps=plan.adam_steps))
+        state = dict(_state(folder, plan, model, Path(temporary)))
         _require_all_read(folder, model_only=model_only)
         hashes = {name: digest(tensor) for name, tensor in state.items()}
         path = Path(str(manager.save(plan.step, state, metadata=metadata)))
@@ -200,7 +144,6 @@ def from_megatron(
     return [
         f"{path}: {plan.name} {flavor}, {plan.sizes.num_params:,} parameters, step {plan.step}",
         *_messages(folder, arguments, plan),
-        *([_proof(path, job)] if prove else []),
         f"SHA-256 of each tensor: {output / REPORT}",
         f"continue: titan train {job} --training.dataset=... (its own dataset is Python's library)",
     ]
@@ -226,7 +169,7 @@ def _plan(
         losses = {key: x for key, x in wanted.items() if key in known}
         sizes = dataclasses.replace(sizes, **losses)
         job, step, tokens, adam_steps = {}, 0, 0, None
-        differing = lost(arguments)
+        differing = [*differing_arguments(arguments, TABLES["lost"])]
         differing += [
             key for key in wanted.keys() - known if wanted[key] and key != "mtp_coeff"
         ]
@@ -286,43 +229,63 @@ def _require_moments(folder: MegatronFolder) -> None:
         )
 
 
-def _values(node: Any, key: str) -> Iterator[Any]:
-    """Yield the values of a key in nested dictionaries and lists."""
-    for name, value in node.items() if isinstance(node, dict) else enumerate(node):
-        if name == key:
-            yield value
-        elif isinstance(value, dict | list):
-            yield from _values(value, key)
-
-
 def _adam_steps(common: dict[str, Any]) -> float:
     """Return the steps of Adam, which are fewer than those of the run if some were skipped, as in float16."""
-    groups = common.get("optimizer", {})
-    found = (*_values(groups, "common_step"), *_values(groups, "step"), common["iteration"])
-    return float(found[0])
+    leaves, _ = tree_flatten_with_path(common.get("optimizer", {}))
+    found = {str(path[-1]): value for path, value in leaves}
+    return float(found.get("['common_step']", found.get("['step']", common["iteration"])))
+
+
+def _tensor(
+    folder: MegatronFolder, config: dict[str, Any], theirs: str, prefixes: tuple[str, ...]
+) -> Tensor:
+    """Return a tensor of Megatron by transformers' name.
+
+    Args:
+        folder: Megatron's checkpoint.
+        config: config.json of the model.
+        theirs: transformers' name. {} stands for the number of an expert, and the result stacks all.
+        prefixes: kinds of state, such as "optimizer.state.exp_avg.". The first that is there is read.
+
+    Raises:
+        CheckpointError: it is missing.
+    """
+    found = [*places(theirs, num_layers=config["num_hidden_layers"])]
+    for prefix in prefixes:
+        for place in found:
+            is_stack = "{}" in place.name
+            numbers = range(config["num_experts"]) if is_stack else (0,)
+            names = [f"{prefix}{place.name}".replace("{}", str(n)) for n in numbers]
+            if not all(name in folder.entries for name in names):
+                continue
+            tensors = [folder.read(name) for name in names]
+            part = part_of(
+                torch.stack(tensors) if is_stack else tensors[0],
+                place.part,
+                num_heads=config["num_attention_heads"],
+                num_groups=config["num_key_value_heads"],
+            )
+            return part[: config["vocab_size"]] if theirs in EMBEDDINGS else part
+    wanted = prefixes[-1] + found[-1].name if found else "a place"
+    raise CheckpointError(f"{folder.path}: {wanted} is missing, for {theirs}")
 
 
 def _state(
-    source: NamedTensors,
-    model: HFModel,
-    temporary: Path,
-    *,
-    adam_steps: float | None,
+    folder: MegatronFolder, plan: MegatronJob, model: HFModel, temporary: Path
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield titan's tensors by their names in a checkpoint. Each is in the memory of a file, so that it may be written out."""
-    folder = source.folder
     for ours, shape in model.shapes.items():
         is_buffer = ours in model.buffers
         kinds = {f"model.{ours}": _WEIGHTS}
-        if adam_steps is not None and not is_buffer:
+        if plan.adam_steps is not None and not is_buffer:
             kinds |= {f"optimizer.{ours}.{m.split('.')[2]}": (m,) for m in _MOMENTS}
-            yield f"optimizer.{ours}.step", torch.tensor(adam_steps)
+            yield f"optimizer.{ours}.step", torch.tensor(plan.adam_steps)
         for number, (key, prefixes) in enumerate(kinds.items()):
             if ours not in model.names:  # transformers has no such tensor
                 yield key, torch.zeros(shape, dtype=model.buffers[ours])
                 continue
             theirs = model.names[ours]
-            whole = source.tensor(theirs, prefixes)
+            whole = _tensor(folder, plan.config, theirs, prefixes)
             expected = shape if "{}" in theirs else model.on_disk[theirs].shape
             if whole.shape != expected:
                 raise CheckpointError(
@@ -377,25 +340,6 @@ def _job_of(
     }
     text = "# The job of a checkpoint of Megatron.\n" + toml_of(sections)
     return keys.get("flavor", ""), text
-
-
-def _proof(step: Path, job: Path) -> str:
-    """Return how far the logits are from those of transformers' own class, which reads the checkpoint as `titan convert to-hf` writes it."""
-    config = load_config(job)
-    # The first ids, as far as the model has positions.
-    length = min(config.training.seq_len, 512)
-    tokens_BS = torch.arange(length)[None] % config.model.sizes.vocab_size
-    transformers = require("transformers", purpose="--prove")
-    transformers.logging.set_verbosity_error()  # it reports modules of multi-token prediction
-    with TemporaryDirectory() as temporary, torch.no_grad():
-        folder = Path(temporary) / "huggingface"
-        to_hf(step, folder, dtype="float32", file_bytes=5 * 10**9, tokenizer="")
-        kind = transformers.AutoModelForCausalLM
-        theirs_BSV = kind.from_pretrained(folder, dtype=torch.float32)(tokens_BS).logits
-    ours = load_model(config, step, device=torch.device("cpu"))
-    with torch.no_grad():
-        difference = (ours(tokens_BS) - theirs_BSV).norm() / theirs_BSV.norm()
-    return f"logits of {length} tokens differ from transformers' {difference:.1e}, relative"
 
 
 def _messages(

@@ -48,7 +48,7 @@ def hf_config(arguments: Arguments, *, vocab_size: int) -> dict[str, Any]:
     Raises:
         CheckpointError: titan or transformers has no such model. The message names the arguments.
     """
-    if others := [*_different(arguments, TABLES["only"])]:
+    if others := [*differing_arguments(arguments, TABLES["only"])]:
         raise _refused(", ".join(others))
     is_grouped = arguments.get("group_query_attention")
     groups = "num_query_groups" if is_grouped else "num_attention_heads"
@@ -75,7 +75,7 @@ def _filled(table: str, arguments: Arguments) -> dict[str, Any]:
     return {key: arguments[argument] for key, argument in TABLES[table].items()}
 
 
-def _different(arguments: Arguments, values: Mapping[str, Any]) -> Iterator[str]:
+def differing_arguments(arguments: Arguments, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the arguments that have other values than these."""
     for key, value in values.items():
         found = arguments.get(key, value)
@@ -105,7 +105,7 @@ def _experts(arguments: Arguments, kind: str) -> dict[str, Any]:
     }
     # Megatron takes the softmax of the chosen logits, or chooses from the softmax of all.
     before = arguments.get("moe_router_pre_softmax")
-    others = [*_different(arguments, only)]
+    others = [*differing_arguments(arguments, only)]
     if _dense_layers(arguments):
         others.append("moe_layer_freq")
     fields = _filled("config_moe", arguments)
@@ -122,7 +122,7 @@ def _deepseek(arguments: Arguments) -> dict[str, Any]:
     """Return the fields of DeepSeek-V3."""
     # transformers' norms of latents have this epsilon, whatever the other norms have.
     only = {"moe_router_score_function": "sigmoid", "layernorm_epsilon": 1e-6}
-    others = [*_different(arguments, only)]
+    others = [*differing_arguments(arguments, only)]
     chosen, groups = arguments["moe_router_topk"], arguments.get("moe_router_group_topk") or 1
     # Megatron normalizes no single weight, and ranks a group by this many of its experts, transformers by two.
     if chosen == 1 or (arguments.get("moe_router_num_groups") and chosen // groups != 2):
@@ -236,8 +236,3 @@ def sections(arguments: Arguments, schedule: Mapping[str, Any]) -> dict[str, dic
             "mixed_precision_param": "auto" if is_short else "float32",
         },
     }
-
-
-def lost(arguments: Arguments) -> list[str]:
-    """Return the arguments that change the training, and that the job does not have, or not in the same form."""
-    return [*_different(arguments, TABLES["lost"])]

@@ -39,10 +39,8 @@ class ExpertLoads(Hook):
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer, sizes = trainer, trainer.sizes
         self.num_experts: int = sizes.num_experts
-        is_moe = [
-            self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(sizes.num_blocks)
-        ]
-        self.layers = [layer for layer, has_experts in enumerate(is_moe) if has_experts]
+        blocks = range(sizes.num_blocks)
+        self.layers = [n for n in blocks if self.num_experts and sizes.is_moe_layer(n)]
         self.measured: AsyncScalars | None = None
 
     def start(self) -> None:

@@ -159,16 +159,12 @@ class Muon(Allocates, torch.optim.Optimizer):
             new = torch.stack(mine).float().mul_(1 - group["lr"] * group["weight_decay"])
             new.sub_(x[part], alpha=scale)
             if self.seeds:
-                new = self._rounded(new, batch[part][0])
+                from torchao.optim.quant_utils import _fp32_to_bf16_sr
+
+                first = batch[part][0]
+                with self.seeds.seeded(first, self.state[first]["step"].item()):
+                    new = _fp32_to_bf16_sr(new)
             torch._foreach_copy_(mine, list(new.unbind()))
-
-    def _rounded(self, new: Tensor, first: Tensor) -> Tensor:
-        """Return fp32 values in bf16, rounded stochastically with the seed of `first`, the first stacked matrix."""
-        from torchao.optim.quant_utils import _fp32_to_bf16_sr
-
-        assert self.seeds is not None
-        with self.seeds.seeded(first, self.state[first]["step"].item()):
-            return _fp32_to_bf16_sr(new)
 
     def init_state(self, matrix: Tensor) -> None:
         """Fill the state with zeros, laid out like the matrix."""

@@ -50,7 +50,6 @@ class PairReport:
         rows: rows of the table: a name, and the cells of A and B.
         lost: runs that diverged or did not finish, in words.
         gap: loss of B less that of A; None with fewer than two pairs.
-        times: seconds a token of A and of B; 0: not known.
         changes: logarithms of factors from A to B, by what changes, as far as they are known.
     """
 
@@ -60,14 +59,11 @@ class PairReport:
     rows: list[list[str]] = field(default_factory=lambda: [["", "A", "B"]])
     lost: list[str] = field(default_factory=list)
     gap: Estimate | None = None
-    times: list[float] = field(default_factory=lambda: [0.0, 0.0])
     changes: dict[str, Estimate] = field(default_factory=dict)
 
-    def add(self, name: str, form: str, columns: Sequence[Sequence[float]]) -> list[float]:
-        """Add a row of the means of A's and B's figures, with a dash for no figure, and return them."""
-        means = [fmean(column) if column else 0.0 for column in columns]
-        self.rows.append([name, *(format(mean, form) if mean else "-" for mean in means)])
-        return means
+    def add(self, name: str, form: str, columns: Sequence[Sequence[float]]) -> None:
+        """Add a row of the means of A's and B's figures, with a dash for no figure."""
+        self.rows.append([name, *(format(fmean(c), form) if any(c) else "-" for c in columns)])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -236,8 +232,8 @@ def _add_times(
     report: PairReport, speeds: Sequence[Sequence[float]], memory: Sequence[Sequence[float]]
 ) -> None:
     """Add the rows of times and memory."""
-    report.times = [1 / fmean(side) if side else 0.0 for side in speeds]
-    report.add("time, µs a token", ".4g", [[1e6 * time] for time in report.times])
+    times = [[1e6 / fmean(side)] if side else [] for side in speeds]
+    report.add("time, µs a token", ".4g", times)
     report.add("memory, GiB", ".4g", memory)
 
 

@@ -50,7 +50,9 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
                 for process in [each for each in running if each.poll() is not None]:
                     trial, share = running.pop(process)
                     shares.append(share)
-                    _say_ended(trial, process.returncode)
+                    ended = process.returncode
+                    see = "" if ended in (0, STOPPED) else f"; see {trial.log}"
+                    _say(f"{trial.folder.name}/{trial.name}: ended with exit code {ended}{see}")
                 time.sleep(0.2)
     finally:
         for process in running:
@@ -83,11 +85,6 @@ def _start(trial: Trial, processes: int, share: dict[str, str]) -> subprocess.Po
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _say_ended(trial: Trial, code: int) -> None:
-    see = "" if code in (0, STOPPED) else f"; see {trial.log}"
-    _say(f"{trial.folder.name}/{trial.name}: ended with exit code {code}{see}")
 
 
 def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
@@ -74,12 +72,6 @@ def row_of(trial: Trial) -> dict[str, Any]:
         "seconds": last.get("time_s"),
         "reason": RunFolder(trial.run).status.reason,
     }
-
-
-def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write results.jsonl."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "results.jsonl").write_text(text, encoding="utf-8")
 
 
 def text_of(settings: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.rows import Row, number
-from titan.base.run_folder import METRICS, RunFolder
+from titan.base.run_folder import CONFIG, RunFolder
 from titan.base.untrusted import InputError
 from titan.checkpoint.identity import sources_of
 from titan.config.schema import JobConfig, ShardsSource, reads_chats, streams
@@ -34,17 +34,12 @@ def final_loss(rows: list[Row]) -> float | None:
 
 def folders_of(path: Path) -> list[Path]:
     """Return a run folder, or those in a folder of them."""
-    if RunFolder(path).metrics.is_file():
+    if RunFolder(path).config.is_file():
         return [path]
-    if inside := sorted(file.parent for file in path.glob(f"*/{METRICS}")):
+    if inside := sorted(file.parent for file in path.glob(f"*/{CONFIG}")):
         return inside
-    hint = RunFolder.near(path, METRICS)
+    hint = RunFolder.near(path, CONFIG)
     raise InputError(f"{path}: no run, and no folder of runs{hint}")
-
-
-def steps_of(config: JobConfig) -> int:
-    """Return the steps of a whole run. It may have been stopped early on the schedule of a longer one."""
-    return max(config.training.steps, config.lr_scheduler.total_steps or 0)
 
 
 def text_settings(config: JobConfig) -> dict[str, Any]:
@@ -107,11 +102,10 @@ def _content(file: Path) -> str:
     return f"{file.stat().st_size} bytes, {digest[:16]}"
 
 
-def require_shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of all runs, which must agree: losses on other text or tokens do not compare."""
-    for key in settings[0] if settings else ():
+def require_shared(settings: list[dict[str, Any]]) -> None:
+    """Raise InputError if the settings of runs differ: losses on other text or tokens do not compare."""
+    for key in settings[0]:
         values = list(dict.fromkeys(str(each[key]) for each in settings))
         if len(values) > 1:
             shown = ", ".join(map(repr, values[:3]))
             raise InputError(f"runs differ in {key}: {shown:.300}: their losses do not compare")
-    return settings[0] if settings else {}

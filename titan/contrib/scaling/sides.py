@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.rows import Row, number
-from titan.base.run_folder import CONFIG, RunFolder
+from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
 from titan.checkpoint.identity import job_facts
 from titan.config.layout import layout_of
@@ -71,7 +71,9 @@ class SeedRun:
             config = config.model_copy(update={"model": model})
         rows = [row for row in run.rows() if number(row.get("tokens"))]
         step = rows[-1]["step"] if rows else 0
-        state = "done" if step >= reading.steps_of(config) else "did not finish"
+        # It may have been stopped early on the schedule of a longer run.
+        steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)
+        state = "done" if step >= steps else "did not finish"
         is_lost = state == "done" and reading.final_loss(rows) is None
         if is_lost or run.status.kind == "loss_not_finite":
             state = "diverged"
@@ -116,12 +118,8 @@ class Recipe:
         Raises:
             InputError: There is none, or they are not of one job with a seed each.
         """
-        folders = sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
-        if RunFolder(path).config.is_file():
-            folders = [path]
-        folders = folders or reading.folders_of(path)
         runs: dict[int, SeedRun] = {}
-        for folder in folders:
+        for folder in reading.folders_of(path):
             entry = SeedRun.of(folder, is_own=is_own)
             other = runs.setdefault(entry.config.debug.seed, entry)
             if other is not entry:

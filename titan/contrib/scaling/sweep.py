@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -35,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     every = trials.read(folder) if options.report else prepare(job, options, folder)
     code = 0 if options.report else run(every, options)
     rows = [results.row_of(trial) for trial in every]
-    results.write_rows(rows, folder)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "results.jsonl").write_text(text, encoding="utf-8")
     groups = results.groups_of(rows)
     verdict = results.verdict(groups)
     if not put_json({"runs": rows, "verdict": verdict}, options.json):
@@ -63,8 +65,9 @@ def prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
     first: dict[str, Trial] = {}
     for values, seed in trials.combinations(settings, options.seeds):
         name = trials.name_of(values, seed, seeds=options.seeds)
-        words = [*job, *trials.arguments(values, seed, folder / name)]
-        config, _ = load_to_run(words, world_size=options.nproc, warn=not found)
+        own = {**values, trials.SEED: seed, "job.dump_folder": folder / name}
+        words = [f"--{key}={value}" for key, value in own.items()]
+        config, _ = load_to_run([*job, *words], world_size=options.nproc, warn=not found)
         found.append((Trial(name, values, seed, config.training.steps, folder), config))
     for trial, config in found:
         job_of_run = str(config.model_dump() | {"job": config.job.description})

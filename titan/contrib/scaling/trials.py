@@ -18,8 +18,8 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 
 INDEX = "sweep.json"
-_SEED = "debug.seed"
-_OURS = {_SEED: "seeds are --seeds N", "job.dump_folder": "each run has its own; use --folder"}
+SEED = "debug.seed"
+_OURS = {SEED: "seeds are --seeds N", "job.dump_folder": "each run has its own; use --folder"}
 _MOST = 1000  # runs of a sweep
 # Commas within quotes, and within brackets and braces (two levels), belong to a value.
 _VALUE = re.compile(
@@ -126,12 +126,6 @@ def name_of(settings: dict[str, str], seed: int, *, seeds: int) -> str:
     # The whole is too long for a file's name, and may differ at its end only.
     long = f"{name[:150].decode(errors='ignore')}-{crc32(whole.encode()):08x}"
     return long if len(name) > 150 else name.decode()
-
-
-def arguments(settings: dict[str, str], seed: int, run: Path) -> list[str]:
-    """Return the overrides of a run."""
-    overrides = settings | {_SEED: seed, "job.dump_folder": run}
-    return [f"--{key}={value}" for key, value in overrides.items()]
 
 
 def write(trials: Sequence[tuple[Trial, JobConfig]], folder: Path) -> None:

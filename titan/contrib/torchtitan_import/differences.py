@@ -44,12 +44,12 @@ def differences(config: JobConfig) -> list[str]:
     """
     if config.model.flavor not in FLAVORS.get(config.model.name, ()):
         return []
-    differences = [*_in_model(config), *_in_optimizer(config), *_in_defaults(config)]
+    differences = [*_in_model(config), *_in_defaults(config)]
     return [f"{key}: {message}" for key, message in differences]
 
 
 def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
-    """Yield the differences of the model and its masks."""
+    """Yield the differences of the model, its masks and its weight decay."""
     model = config.model
     if config.data.document_mask:
         yield (
@@ -70,16 +70,10 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
         value = model.overrides.get(name, getattr(flavor, name))
         if value != (theirs := others.get(name, getattr(flavor, name))):
             yield f"model.overrides.{name}", f"{value}; {model.flavor} has {theirs} there"
-
-
-def _in_optimizer(config: JobConfig) -> Iterator[RuleViolation]:
-    """Yield the differences of weight decay."""
     optimizer = config.any_optimizer
     if optimizer.weight_decay and not optimizer.decay_norms:
-        yield (
-            "optimizer.decay_norms",
-            "false spares norms from weight decay; TorchTitan does not",
-        )
+        message = "false spares norms from weight decay; TorchTitan does not"
+        yield "optimizer.decay_norms", message
 
 
 def _in_defaults(config: JobConfig) -> Iterator[RuleViolation]:

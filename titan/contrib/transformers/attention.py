@@ -9,7 +9,7 @@ B batch, S sequence, H query heads, G key/value heads, K head dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -78,20 +78,27 @@ def is_probing() -> bool:
 
 
 def record_recurrence(
-    layer: nn.Module, *, takes_documents: bool, flops: int = 0, reach: int = 0
+    layer: nn.Module,
+    others: Mapping[str, Any],
+    *,
+    documents: Any,
+    flops: int = 0,
+    reach: int = 0,
 ) -> None:
-    """Record one call of a part of linear attention, if a model is being run for the record.
+    """Check a call of a part of linear attention, and record it if a model is being run for the record.
 
     Args:
         layer: the layer that calls it.
-        takes_documents: whether the documents of the model's call arrive here.
+        others: arguments that titan does not know.
+        documents: the documents of the model's call, if they arrive here.
         flops: operations for one token.
         reach: number of tokens before a token that a convolution needs.
     """
+    require_known("recurrences", type(layer).__name__, (), others)
     if _probe is not None:
         _probe.reach = max(_probe.reach, reach)
         _probe.recurrences[id(layer)] = _probe.recurrences.get(id(layer), 0) + flops
-        _probe.without_documents += [] if takes_documents else [type(layer).__name__]
+        _probe.without_documents += [] if documents is not None else [type(layer).__name__]
 
 
 @contextmanager
@@ -127,9 +134,6 @@ def _attend(
     v_BGSK: Tensor,
     attention_mask: Tensor | None = None,
     *rest: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
     document_ids_BS: Any = None,
     s_aux: Tensor | None = None,
     **others: Any,
@@ -138,11 +142,12 @@ def _attend(
     sparse, chosen = sparse_of(module), _take_choice(module, others)
     given = {"attention_mask": None if attention_mask is NO_MASK else attention_mask, **others}
     require_known("attention", _name(module), rest, given)
+    inner, qkv = module.inner_attention, (q_BHSK, k_BGSK, v_BGSK)
     if sparse is not None:
-        out_BHSK = sparse.attend(module.inner_attention, q_BHSK, k_BGSK, v_BGSK, chosen)
-        return out_BHSK.transpose(1, 2).contiguous(), None
-    sinks = () if s_aux is None else (s_aux,)
-    out_BHSK = module.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, *sinks)
+        out_BHSK = sparse.attend(inner, *qkv, chosen)
+    else:
+        sinks = () if s_aux is None else (s_aux,)
+        out_BHSK = inner(*qkv, document_ids_BS, *sinks)
     return out_BHSK.transpose(1, 2).contiguous(), None
 
 

@@ -178,7 +178,7 @@ def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
     """Fill the buffers of a module with the values that transformers gives them."""
     for name, value in values.items():
         buffer = module.get_buffer(name)
-        if is_fake(buffer) and not is_fake(value):
+        if is_fake(buffer):
             buffer.zero_()  # a simulator asks for no numbers
         else:
             buffer.copy_(value)

@@ -257,7 +257,12 @@ def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
     step = build_train_step(job, device=CPU, mesh=build_mesh("cpu", **layout.degrees))
     [model] = step.model_parts
     model.eval()  # without dropout
-    initialize(model, seed=config.debug.seed, std_of=_std)
+    # Neither ones nor zeros, which would hide a missing norm or bias.
+    initialize(
+        model,
+        seed=config.debug.seed,
+        std_of=lambda name: 0.3 if "norm" in name or name.endswith("bias") else 0.08,
+    )
     _draw_biases(step)
     judge = judge_of(config)
     with TemporaryDirectory() as temporary:
@@ -276,11 +281,6 @@ def _differences(config: JobConfig) -> tuple[dict[str, float], str]:
 
 def _gradients(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
-
-
-def _std(name: str) -> float:
-    # Neither ones nor zeros, which would hide a missing norm or bias.
-    return 0.3 if "norm" in name or name.endswith("bias") else 0.08
 
 
 def _draw_biases(step: TrainStep) -> None:

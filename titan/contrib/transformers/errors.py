@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 
 
 class UnsupportedModelError(ValueError):
@@ -34,9 +33,3 @@ def refusing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedModelError(f"{what}: {message_of(error)}") from error
-
-
-def hint(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return a hint to append to a message: the known word most like this one, or nothing."""
-    near = get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]}?" if near else ""

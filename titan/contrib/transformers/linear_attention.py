@@ -29,7 +29,7 @@ from torch import Tensor
 
 from titan.parallel.documents import DocumentMask
 
-from .linear_attention_borders import Bordered, State, pass_through
+from .linear_attention_borders import Bordered, State
 from .linear_attention_kernels import attend_with_kernel, has_kernel
 
 
@@ -42,12 +42,7 @@ class LinearAttention(Bordered):
     """
 
     def __init__(self, *, scale: float | None = None, chunk: int = 64) -> None:
-        """Raise ValueError if `chunk` is not a power of two."""
         super().__init__()
-        if chunk < 1 or chunk & (chunk - 1):
-            raise ValueError(
-                f"a chunk of {chunk} positions: must be a power of two, such as 64"
-            )
         self.scale = scale
         self.chunk = chunk
 
@@ -120,6 +115,24 @@ def linear_attention(
         The output, (B, H, S, V), in the values' dtype, and the state after the last position, (B, H, K, V), in fp32 at least.
     """
     (length, v_size), k_size = v_BHSV.shape[2:], k_BGSK.shape[-1]
+    if callable(state):
+        # More columns of the state, with values of zero, compute the linear map.
+        unit = F.pad(torch.eye(k_size, device=v_BHSV.device), (v_size, 0))
+        both = linear_attention(
+            q_BGSK,
+            k_BGSK,
+            F.pad(v_BHSV, (0, k_size)),
+            gates,
+            betas_BHS,
+            scale=scale,
+            chunk=chunk,
+            starts_BS=starts_BS,
+            state=unit.expand(*v_BHSV.shape[:2], -1, -1),
+        )
+        last = both[1]
+        before = state(last[..., :v_size], last[..., v_size:])
+        out, last = (x[..., :v_size] + x[..., v_size:] @ before.to(x.dtype) for x in both)
+        return out, last
     factor = k_size**-0.5 if scale is None else scale
     if has_kernel(q_BGSK, v_BHSV, gates, betas_BHS):
         given = (q_BGSK, k_BGSK, v_BHSV, gates, betas_BHS)
@@ -153,54 +166,17 @@ def linear_attention(
             system * betas, targets, upper=False, unitriangular=True
         ).split([v_size, k_size], dim=-1)
     written, whole = (k * left).mT, remains[..., -1:, :].mT
-    states, last = _carry_state(new, removed, written, whole, state)
-    change = new if removed is None else new - removed @ states
-    out = (q * remains) @ states + scores @ change
-    return out.flatten(2, 3)[:, :, :length].to(v_BHSV.dtype), last
-
-
-def _carry_state(
-    new: Tensor,
-    removed: Tensor | None,
-    written: Tensor,
-    whole: Tensor,
-    state: State,
-) -> tuple[Tensor, Tensor]:
-    """Return the states before all chunks, (B, H, N, K, V), and the state after the last one.
-
-    Args:
-        new: changes within each chunk if the state before it is zero, (B, H, N, C, V).
-        removed: what they lose for each state before the chunk, (B, H, N, C, K). None: nothing.
-        written: keys, decayed to the end of the chunk, (B, H, N, K, C).
-        whole: what remains of the state after a chunk, (B, H, N, 1 or K, 1).
-        state: see `linear_attention`.
-    """
-    v_size, shape = new.shape[-1], (*new.shape[:2], written.shape[-2], -1)
-    current = state.to(new) if isinstance(state, Tensor) else new.new_zeros(*shape[:-1], v_size)
-    if callable(state):
-        # More columns of the state, with values of zero, compute the linear map. Without the delta rule, it is a diagonal.
-        size = shape[-2]
-        unit = (
-            new.new_ones(size, 1)
-            if removed is None
-            else torch.eye(size, dtype=new.dtype, device=new.device)
-        )
-        current = torch.cat([current, unit.expand(shape)], dim=-1)
-        new = F.pad(new, (0, unit.shape[-1]))
+    shape = (*new.shape[:2], k_size, v_size)
+    current = new.new_zeros(shape) if state is None else state.to(new)
     befores: list[Tensor] = []
     for n in range(new.shape[2]):
         befores.append(current)
         change = new[:, :, n] if removed is None else new[:, :, n] - removed[:, :, n] @ current
         current = whole[:, :, n] * current + written[:, :, n] @ change
     states = torch.stack(befores, dim=2)
-    if not callable(state):
-        return states, current
-    before = state(current[..., :v_size], current[..., v_size:])
-    states, current = (
-        x[..., :v_size] + pass_through(x[..., v_size:], first)
-        for x, first in ((states, before[:, :, None]), (current, before))
-    )
-    return states, current
+    change = new if removed is None else new - removed @ states
+    out = (q * remains) @ states + scores @ change
+    return out.flatten(2, 3)[:, :, :length].to(v_BHSV.dtype), current
 
 
 def _decayed_products(rows: Tensor, keys: Tensor, gates: Tensor) -> Tensor:

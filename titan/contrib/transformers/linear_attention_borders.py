@@ -35,7 +35,7 @@ from titan.parallel.ring import SequencePart
 State = Tensor | Callable[[Tensor, Tensor], Tensor] | None
 """State before the first position, (B, H, K, V). None: zeros. Or a function that returns it, for
 which the sequence is an affine map: it takes the state after the last position if that before the
-first is zero, and the linear map of the rest (see `pass_through`)."""
+first is zero, and the linear map of the rest, (B, H, K, K)."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class SequenceBorders:
 
         Args:
             added: the state after each piece if the state before it is zero, (B * P, H, K, V).
-            linear: the linear map of each piece, (B * P, H, K, K), or its diagonal, (B * P, H, K, 1).
+            linear: the linear map of each piece, (B * P, H, K, K).
         """
         pieces = self._all_pieces(torch.cat([added, linear], dim=-1))
         states = [torch.zeros_like(added[:: self.num_pieces])]
         for piece in pieces[:-1]:
             own, through = piece.split([added.shape[-1], linear.shape[-1]], dim=-1)
-            states.append(own + pass_through(through, states[-1]))
+            states.append(own + through @ states[-1])
         return self._own(states)
 
     def _all_pieces(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -144,13 +144,3 @@ class Bordered(SequenceModule):
     def starts(self, document_ids_BS: Tensor) -> Tensor | None:
         """Return where a document starts in the rank's part of the sequence, as booleans (B, S)."""
         return self.borders.starts(document_ids_BS)
-
-
-def pass_through(linear: Tensor, state: Tensor) -> Tensor:
-    """Apply the linear map of a piece to a state, (..., K, V).
-
-    Args:
-        linear: the map, (..., K, K), or its diagonal, (..., K, 1).
-        state: the state before the piece, (..., K, V).
-    """
-    return linear * state if linear.shape[-1] == 1 else linear @ state

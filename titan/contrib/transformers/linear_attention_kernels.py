@@ -18,12 +18,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titan.parallel.torch_compat import GPU_TYPES, compute_capability
-
-from .linear_attention_borders import State, pass_through
 
 _MOST_CHANNELS = 256  # of a key, which the kernels take
 
@@ -74,7 +71,7 @@ def attend_with_kernel(
     *,
     scale: float,
     starts_BS: Tensor | None,
-    state: State,
+    state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute linear attention by a kernel, as titan/contrib/transformers/linear_attention.py does in plain torch.
 
@@ -86,7 +83,7 @@ def attend_with_kernel(
         betas_BHS: strengths of the delta rule. None: no delta rule.
         scale: factor of the output.
         starts_BS: whether a document starts at a position, bool. None: no documents.
-        state: state before the first position, or the function that returns it (see `State`).
+        state: state before the first position, or None.
 
     Returns:
         The output, (B, H, S, V), and the state after the last position, (B, H, K, V), in fp32.
@@ -99,27 +96,17 @@ def attend_with_kernel(
     elif gates is None:
         gates = torch.zeros_like(betas_BHS, dtype=torch.float32)
     assert gates is not None
-    if isinstance(state, Tensor):
-        first = state.float()
-    else:
-        first = torch.zeros(batch, heads, k_size, v_size, device=v_BHSV.device)
-    values = v_BHSV
-    if callable(state):  # columns with values of zero compute the linear map
-        unit = torch.eye(k_size, device=first.device).expand(*first.shape[:-1], k_size)
-        first, values = torch.cat([first, unit], dim=-1), F.pad(v_BHSV, (0, k_size))
+    if state is None:
+        state = torch.zeros(batch, heads, k_size, v_size, device=v_BHSV.device)
+    first = state.float()
     if starts_BS is not None:
         first = first.masked_fill(starts_BS[:, 0, None, None, None], 0)
-    tensors = [x.to(dtype).transpose(1, 2) for x in (q_BGSK, k_BGSK, values)]
+    tensors = [x.to(dtype).transpose(1, 2) for x in (q_BGSK, k_BGSK, v_BHSV)]
     betas = None if betas_BHS is None else betas_BHS.float().transpose(1, 2)
     out_BSHV, last = _attend(
         *tensors, gates.float().transpose(1, 2), betas, first, starts_BS, scale
     )
-    out_BHSV = out_BSHV.transpose(1, 2)
-    if callable(state):
-        before = state(last[..., :v_size], last[..., v_size:])
-        out_BHSV = out_BHSV[..., :v_size] + out_BHSV[..., v_size:] @ before.to(dtype)
-        last = last[..., :v_size] + pass_through(last[..., v_size:], before)
-    return out_BHSV, last
+    return out_BSHV.transpose(1, 2), last
 
 
 @torch.library.custom_op("titan::linear_attention", mutates_args=())
@@ -233,14 +220,10 @@ class _Documents:
 def _call(tensors: Sequence[Any], documents: _Documents, scale: float) -> tuple[Tensor, Tensor]:
     """Call the kernel for these gates and strengths, with q, k, v, gates, strengths or None, and the state before each document."""
     q, k, v, gates, betas, first = tensors
-    more = {} if betas is None else {"beta": betas}
+    name, more = "kda" if gates.ndim == 4 else "gated_delta_rule", {"beta": betas}
     if betas is None:
-        folder, name = "simple_gla", "chunk_simple_gla"
-    elif gates.ndim == 4:
-        folder, name = "kda", "chunk_kda"
-    else:
-        folder, name = "gated_delta_rule", "chunk_gated_delta_rule"
-    kernel = getattr(import_module(f"fla.ops.{folder}"), name)
+        name, more = "simple_gla", {}
+    kernel = getattr(import_module(f"fla.ops.{name}"), f"chunk_{name}")
     return kernel(
         q,
         k,

@@ -26,7 +26,7 @@ from .config import HeadNumbers, ModelSource, TransformersConfig, rope_types
 from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
-from .probe import fails, fails_in_parts, place_plain_modules, run_once
+from .probe import fails, fails_in_parts, place_by_use, run_once
 from .recurrence import prepare_recurrences
 from .sparse_attention import SparseAttention, prepare_sparse_attention, sparse_of
 
@@ -86,8 +86,7 @@ class TransformersModel(nn.Module):
             block.traits = experts.traits_of_experts(block)
         prepare_sparse_attention(self)
         probe = run_once(self)
-        ends = _by_use(ends, probe)
-        shared = place_plain_modules(self, probe, ends.last)
+        ends, shared = place_by_use(self, ends, probe)
         self.config = _sizes(self, source, ends, probe, expert_modules)
         if source not in _LAYOUTS:
             plan, reason = self._try_heads(probe, dict(source.plan))
@@ -98,7 +97,6 @@ class TransformersModel(nn.Module):
         if reason := self._lacks_folder(probe):
             refuses |= dict.fromkeys(("initial_load_in_hf", "last_save_in_hf"), reason)
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
-        hf.config._attn_implementation = attention.RUN
 
     def _try_heads(
         self, probe: list[Part], given: dict[str, str]
@@ -225,15 +223,6 @@ def _block_of(name: str) -> str:
     """Return the number of the block that a name is in, or ""."""
     top, _, rest = name.partition(".")
     return rest.partition(".")[0] if top == "layers" else ""
-
-
-def _by_use(ends: Ends, probe: list[Part]) -> Ends:
-    """Return the modules before and after the blocks by their calls, which may come in another order than their names."""
-    names = [part.name for part in probe]
-    is_late = {name: n > names.index("layers.0") for n, name in enumerate(names)}
-    both = [*ends.first, *ends.last]
-    first = [name for name in both if not is_late.get(name, name in ends.last)]
-    return Ends(first, [name for name in both if name not in first])
 
 
 def _numbered(names: list[str]) -> str:

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from titan.config.errors import did_you_mean
 from titan.parallel.module_kinds import ExpertModule, is_kind
 from titan.parallel.tensor import style_names
 
 from .config import FIELDS
-from .errors import WrongKeyError, hint
+from .errors import WrongKeyError
 from .sparse_attention import sparse_of
 
 Styles = dict[str, str]
@@ -102,7 +103,7 @@ def _check_given(model: nn.Module, given: Styles) -> None:
 
 
 def _near(word: str, known: list[str]) -> str:
-    return hint(word, known) or f"; there are {', '.join(known)}"
+    return did_you_mean(word, known) or f"; there are {', '.join(known)}"
 
 
 class _Plan:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention
+from .adopt import Ends
 from .errors import UnsupportedModelError, refusing
 from .flows import Flows
 from .plan import Part
@@ -110,7 +111,6 @@ def run_once(model: Any) -> list[Part]:
             hooks = partial(before, name), partial(after, name)
             handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
             handles.append(module.register_forward_hook(hooks[1], with_kwargs=True))
-    model.hf.config._attn_implementation = attention.PROBE
     try:
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
         seen = Watch(parts)
@@ -199,25 +199,25 @@ def fails_in_parts(model: Any, plan: dict[str, str]) -> str:
     return f"its code does not run with a part of the heads: {why}" if text else ""
 
 
-def place_plain_modules(model: Any, probe: list[Part], last: list[str]) -> str:
-    """Move modules without parameters that run after the blocks, such as a plain norm, to the last stage.
+def place_by_use(model: Any, ends: Ends, probe: list[Part]) -> tuple[Ends, str]:
+    """Sort the modules beside the blocks by their calls, which may come in another order than their names.
+
+    Modules without parameters that run after the blocks, such as a plain norm, move to the last stage.
 
     Args:
         model: the `TransformersModel`.
+        ends: modules with parameters beside the blocks.
         probe: calls of modules, in their order.
-        last: names of the modules after the blocks.
 
     Returns:
-        The name of a module that also runs before them, or "".
+        The modules before and after the blocks, and the name of a plain module that runs before and after them, or "".
     """
-    names = [part.name for part in probe]
-    blocks = names.index("layers.0")
-    shared = ""
-    for name in model.on_all_stages:
-        if name in names and probe[names.index(name)].is_late:
-            if names.index(name) < blocks:
-                shared = name
-            else:
-                last.insert(0, name)
-    model.on_all_stages = tuple(name for name in model.on_all_stages if name not in last)
-    return shared
+    parts = {part.name: part for part in probe}
+    late = [*parts][[*parts].index("layers.0") :]
+    both = [*ends.first, *ends.last]
+    first = [n for n in both if n not in late and (n in parts or n in ends.first)]
+    plain = [n for n in model.on_all_stages if n in parts and parts[n].is_late]
+    shared = "".join([n for n in plain if n not in late][-1:])
+    moved = [n for n in plain if n in late]
+    model.on_all_stages = tuple(n for n in model.on_all_stages if n not in moved)
+    return Ends(first, [*moved[::-1], *(n for n in both if n not in first)]), shared

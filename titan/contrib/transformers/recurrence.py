@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import attention
-from .interface import require_known
 from .linear_attention import LinearAttention
 from .short_convolution import short_convolution
 
@@ -45,11 +44,9 @@ def prepare_recurrences(model: nn.Module) -> None:
             _replace(file, name)
         layer = module
         layer.recurrence = LinearAttention(scale=1.0 if _MAMBA in ours else None)
-        layer.register_forward_pre_hook(_name_layer, with_kwargs=True)
-
-
-def _name_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return args, {**kwargs, _LAYER: module}
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, _LAYER: module}), with_kwargs=True
+        )
 
 
 def _replace(file: Any, name: str) -> None:
@@ -67,10 +64,6 @@ def _replace(file: Any, name: str) -> None:
     setattr(file, name, call)
 
 
-def _require_known(layer: nn.Module, others: dict[str, Any]) -> None:
-    require_known("recurrences", type(layer).__name__, (), others)
-
-
 def _convolve(
     layer: Any,
     hidden_BDS: Tensor,
@@ -82,13 +75,11 @@ def _convolve(
 ) -> Tensor:
     from transformers.activations import ACT2FN
 
-    _require_known(layer, others)
     # A parameter of a module that is not called itself: on tensor-parallel ranks, it is replicated.
     weight_DW, bias_D = (x.to_local() if isinstance(x, DTensor) else x for x in (weight, bias))
     assert weight_DW is not None
-    attention.record_recurrence(
-        layer, takes_documents=document_ids_BS is not None, reach=weight_DW.shape[-1] - 1
-    )
+    reach = weight_DW.shape[-1] - 1
+    attention.record_recurrence(layer, others, documents=document_ids_BS, reach=reach)
     x_BSD, borders = hidden_BDS.transpose(1, 2).to(weight_DW.dtype), layer.recurrence.borders
     out_BSD = short_convolution(
         x_BSD, weight_DW, bias_D, borders, document_ids_BS=document_ids_BS
@@ -111,7 +102,6 @@ def _delta_rule(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the delta rule with a gate for each head, (B, S, H), or for each channel, (B, S, H, K)."""
-    _require_known(layer, others)
     normed = [x.float() for x in (query, key)]
     if use_qk_l2norm_in_kernel:
         normed = [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in normed]
@@ -121,7 +111,8 @@ def _delta_rule(
     # Each position corrects, writes and reads a state of H x K x V numbers.
     attention.record_recurrence(
         layer,
-        takes_documents=document_ids_BS is not None,
+        others,
+        documents=document_ids_BS,
         flops=6 * tensors[2].shape[1] * key.shape[-1] * value.shape[-1],
     )
     out_BHSV = layer.recurrence(*tensors, document_ids_BS)
@@ -145,17 +136,14 @@ def _mamba(
     **others: Any,
 ) -> Any:
     """Compute state space duality: C, B and dt x are queries, keys and values, and dt A is the gate of each head."""
-    _require_known(layer, others)
+    heads, size = hidden_states.shape[2:]
+    flops = 4 * B.shape[-1] * heads * size
+    attention.record_recurrence(layer, others, documents=document_ids_BS, flops=flops)
     dt_BSH = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt_BSH = (F.softplus(dt_BSH) if dt_softplus else dt_BSH).clamp(*dt_limit).float()
     x_BSHV = hidden_states.float()
     values, gates = (x_BSHV * dt_BSH[..., None]).to(hidden_states.dtype), A.float() * dt_BSH
     tensors = [x.transpose(1, 2) for x in (C.float(), B.float(), values, gates)]
-    attention.record_recurrence(
-        layer,
-        takes_documents=document_ids_BS is not None,
-        flops=4 * B.shape[-1] * x_BSHV.shape[2] * x_BSHV.shape[3],
-    )
     out_BSHV = layer.recurrence(*tensors, None, document_ids_BS).transpose(1, 2)
     out_BSHV = out_BSHV if D is None else out_BSHV + D[..., None] * x_BSHV
     return (out_BSHV.contiguous(), None) if return_final_states else out_BSHV.contiguous()

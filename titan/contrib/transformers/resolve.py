@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError, is_there, read_json
-from titan.config.errors import hub_fix
+from titan.config.errors import did_you_mean, hub_fix
 
 from .config import NAMES, ModelSource, TransformersConfig
-from .errors import UnsupportedModelError, WrongKeyError, hint, refusing
+from .errors import UnsupportedModelError, WrongKeyError, refusing
 
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
@@ -84,7 +84,7 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
         if kind is None or getattr(kind, "config_class", None) is None:
             endings = ("ForCausalLM", "LMHeadModel")
             names = [n for n in dir(transformers) if n.endswith(endings) and n[:4] != "Auto"]
-            near = hint(architecture, names, cutoff=0.5)
+            near = did_you_mean(architecture, names, cutoff=0.5)
             message = f"transformers {transformers.__version__} has no {architecture}{near}"
             raise WrongKeyError(("model.architecture", message))
         content = {"architectures": [architecture]}
@@ -178,7 +178,7 @@ def _config_of(transformers: Any, content: Fields) -> Any:
     type_ = str(content.get("model_type", ""))
     if type_ not in known:
         raise UnsupportedModelError(
-            f'transformers {transformers.__version__} has no model_type "{type_}"{hint(type_, known)}'
+            f'transformers {transformers.__version__} has no model_type "{type_}"{did_you_mean(type_, known)}'
         )
     with refusing(_REFUSED):
         config = known[type_].from_dict(content)
@@ -228,9 +228,7 @@ def _merged(fields: Fields, changes: Fields, config: Any, table: str = "") -> Fi
         )
         if key not in known and not is_field:
             where = f"{table[:-1]} in the" if table else "the"
-            message = (
-                f"{where} config of {config.model_type} has no such field{hint(key, known)}"
-            )
+            message = f"{where} config of {config.model_type} has no such field{did_you_mean(key, known)}"
             raise WrongKeyError((f"model.overrides.{table}{key}", message))
         before = fields.get(key)
         if isinstance(before, dict) != isinstance(value, dict) and before is not None:

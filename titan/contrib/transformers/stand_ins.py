@@ -25,9 +25,6 @@ class StandIn:
         x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         return x if x.is_floating_point() else x.new_zeros((), dtype=torch.get_default_dtype())
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.model._modules[self.name])
-
     def __getitem__(self, key: Any) -> Any:
         return self.model._modules[self.name][key]
 
@@ -59,11 +56,9 @@ class Entry:
     """A block, or what stands for it where a pipeline stage lacks it."""
 
     def __init__(self, model: Any, name: str, block: nn.Module) -> None:
+        simple = (bool, int, float, str)
+        self.__dict__.update({k: v for k, v in vars(block).items() if isinstance(v, simple)})
         self.model, self.name = model, name
-        simple = {
-            k: v for k, v in vars(block).items() if isinstance(v, (bool, int, float, str))
-        }
-        self.__dict__.update({k: v for k, v in simple.items() if k not in ("model", "name")})
 
     def get(self) -> Any:
         blocks = self.model.layers

@@ -8,7 +8,7 @@ losses of steps 1 to 4, and the whole weights and both moments after steps 2, 3 
 (`decoder.layers.3.mlp.linear_fc1.weight`, with the layer's number in the whole model, and gate over up). The whole
 weights are put together here, and not by Megatron's checkpoints, so that they can judge a reader of those.
 
-Megatron asks for CUDA in many places. `pretend_cuda` answers for a CPU, and touches no number.
+OUT is an empty folder. Megatron asks for CUDA in many places. `pretend_cuda` answers for a CPU, and touches no number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,8 +48,9 @@ class Variant:
     bf16: bool = False
     tied: bool = False
     qk_norm: bool = False
-    moe: bool = False
-    grouped: bool = False  # grouped experts (moe_grouped_gemm)
+    moe: bool = (
+        False  # sequential experts: a checkpoint of grouped ones has the same names and shapes
+    )
     deepseek: bool = False  # latent attention, a shared expert, a layer without experts
     mtp: int = 0
     vocab: int = 512  # is padded to a multiple of 128 * tp
@@ -74,8 +74,6 @@ VARIANTS: dict[str, Variant] = {
     "moe_single": Variant(moe=True, single=True),
     "moe_tp2": Variant(moe=True, tp=2),
     "moe_ep2": Variant(moe=True, dp=2, ep=2, optimizer="fully_reshardable"),
-    "moe_grouped": Variant(moe=True, grouped=True),
-    "moe_grouped_single": Variant(moe=True, grouped=True, single=True),
     "qwen3_moe": Variant(moe=True, qk_norm=True),
     "deepseek": Variant(moe=True, qk_norm=True, deepseek=True),
     "deepseek_mtp": Variant(moe=True, qk_norm=True, deepseek=True, mtp=1),
@@ -99,7 +97,6 @@ class OnCpu(TorchFunctionMode):
 def pretend_cuda() -> None:
     """Answer for a CPU where Megatron asks for CUDA."""
     import megatron.core.tensor_parallel.random as megatron_random
-    import megatron.core.transformer.moe.experts as megatron_experts
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
     import megatron.core.transformer.torch_norm as torch_norm
@@ -122,9 +119,6 @@ def pretend_cuda() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
     # Dropout is 0 and weights are made on the CPU: nothing is drawn from these states.
     megatron_random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
-    megatron_experts.gg = SimpleNamespace(
-        assert_grouped_gemm_is_available=lambda: None, ops=SimpleNamespace(gmm=multiply_groups)
-    )
     make_norm = torch_norm.WrappedTorchNorm.__new__
 
     def make_any_norm(cls, config, *args, **named):
@@ -140,13 +134,6 @@ def pretend_cuda() -> None:
     # Defined only where Transformer Engine is installed, and named all the same.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     OnCpu().__enter__()
-
-
-def multiply_groups(rows, matrices, counts, trans_b=False):
-    """Multiply each expert's rows by its matrix, as the package grouped_gemm does."""
-    parts = rows.split(counts.tolist())
-    chosen = matrices.transpose(1, 2) if trans_b else matrices
-    return torch.cat([part @ matrix for part, matrix in zip(parts, chosen, strict=True)])
 
 
 def name_norms(variant: Variant, spec) -> None:
@@ -194,7 +181,6 @@ def make_config(variant: Variant):
             "num_moe_experts": 4,
             "moe_router_topk": 2,
             "moe_ffn_hidden_size": 32,
-            "moe_grouped_gemm": variant.grouped,
             # The other dispatcher, alltoall, gives gloo tensors as its split sizes.
             "moe_token_dispatcher_type": "allgather",
             "moe_router_load_balancing_type": "none",
@@ -477,21 +463,6 @@ def join_shards(name: str, parameter, shards: list[torch.Tensor]) -> torch.Tenso
     return torch.cat(shards, parameter.partition_dim)
 
 
-def split_experts(name: str, tensor: torch.Tensor, config) -> dict[str, torch.Tensor]:
-    """Return the matrices of grouped experts by the names that sequential ones have.
-
-    Grouped experts are weight1 (dim, experts * 2 * ffn) and weight2 (experts * ffn, dim), which are used as
-    (experts, dim, 2 * ffn) and (experts, ffn, dim).
-    """
-    before, which = name.rsplit("weight", 1)
-    rows = config.hidden_size if which == "1" else config.moe_ffn_hidden_size
-    matrices = tensor.view(config.num_moe_experts, rows, -1).transpose(1, 2).contiguous()
-    return {
-        f"{before}local_experts.{number}.linear_fc{which}.weight": matrix
-        for number, matrix in enumerate(matrices)
-    }
-
-
 def gather_state(variant: Variant, model, optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Return {"param", "exp_avg", "exp_avg_sq", "buffer"} of {name: whole tensor}, the same on each rank."""
     import megatron.core.parallel_state as ps
@@ -500,9 +471,6 @@ def gather_state(variant: Variant, model, optimizer) -> dict[str, dict[str, torc
     for name, parameter in name_parameters(model).items():
         group = ps.get_tensor_model_parallel_group()
         for key, tensor in read_state(optimizer, parameter).items():
-            if "experts.weight" in name:
-                found[key] |= split_experts(name, tensor, unwrap(model).config)
-                continue
             shards = [torch.empty_like(tensor) for _ in range(variant.tp)]
             dist.all_gather(shards, tensor.contiguous(), group=group)
             found[key][name] = join_shards(name, parameter, shards)
@@ -541,6 +509,7 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     metadata["singleton_local_shards"] = variant.single
     metadata["chained_optim_avoid_prefix"] = True
+    written = dict(metadata)
     metadata["dp_cp_group"] = dp_cp_group
     state = {
         "args": args,
@@ -560,7 +529,6 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
     iteration = folder / f"iter_{SAVED_STEP:07d}"
     iteration.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    written = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
     dist_checkpointing.save(
         state,
         str(iteration),
@@ -574,7 +542,7 @@ def save(variant: Variant, args, folder: Path, model, optimizer, scheduler) -> N
         tracker.write_text(str(SAVED_STEP))
 
 
-def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> None:
+def run_rank(rank: int, world: int, out: Path, variant: Variant) -> None:
     """Train and save on one rank."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -589,7 +557,9 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
         finalize_model_grads,
     )
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out}/store", rank=rank, world_size=world
+    )
     ps.initialize_model_parallel(
         tensor_model_parallel_size=variant.tp,
         pipeline_model_parallel_size=variant.pp,
@@ -613,9 +583,6 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
         from megatron.core.transformer.module import Float16Module
 
         model = Float16Module(config, model)
-    if variant.grouped:
-        # Grouped experts take bf16 alone, since their CUDA kernel does. Nothing else asks from here on.
-        config.bf16 = True
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
     )
@@ -623,11 +590,7 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
     optimizer, scheduler = make_optimizer(variant, args, config, model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    reference: dict[str, Any] = {
-        "tokens": {},
-        "steps": {},
-        "state": {},
-    }
+    reference: dict[str, Any] = {"tokens": {}, "steps": {}, "state": {}}
     for step in range(1, STEPS + 1):
         tokens = draw_tokens(variant, step)
         reference["tokens"][step] = tokens
@@ -635,11 +598,9 @@ def run_rank(rank: int, world: int, out: str, variant: Variant, store: str) -> N
         if step >= SAVED_STEP:
             reference["state"][step] = gather_state(variant, model, optimizer)
         if step == SAVED_STEP:
-            save(variant, args, Path(out) / "run", model, optimizer, scheduler)
+            save(variant, args, out / "run", model, optimizer, scheduler)
     if rank == 0:
-        torch.save(reference, Path(out) / "reference.pt")
-        for step, values in reference["steps"].items():
-            print(step, values)
+        torch.save(reference, out / "reference.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -649,12 +610,7 @@ def main(argv: list[str]) -> None:
     out, name = argv
     variant = VARIANTS[name]
     world = variant.tp * variant.pp * variant.dp
-    folder = Path(out).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    store = folder / "store"
-    store.unlink(missing_ok=True)
-    mp.spawn(run_rank, (world, str(folder), variant, str(store)), nprocs=world)
-    store.unlink(missing_ok=True)
+    mp.spawn(run_rank, (world, Path(out).resolve(), variant), nprocs=world)
 
 
 if __name__ == "__main__":

@@ -173,8 +173,6 @@ VARIANTS = (
     "moe",
     "moe_single",
     "moe_ep2",
-    "moe_grouped",
-    "moe_grouped_single",
     "moe_tp2",
     "qwen3_moe",
     "deepseek",
@@ -222,14 +220,3 @@ def test_buckets_are_refused(megatron: Callable[..., MegatronRun], tmp_path: Pat
     ):
         from_megatron(megatron("dp2_buckets").folder, tmp_path / "out")
     from_megatron(megatron("dp2_buckets").folder, tmp_path / "weights", model_only=True)
-
-
-@pytest.mark.parametrize("variant", ["tied", "moe_single", "deepseek_mtp"])
-def test_logits_are_those_of_transformers(
-    megatron: Callable[..., MegatronRun], variant: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("transformers")
-    messages = converted(megatron(variant), tmp_path / "out", prove=True)
-    (line,) = [message for message in messages if message.startswith("logits")]
-    found = re.search(r"logits of 32 tokens differ from transformers' (\S+), relative", line)
-    assert found is not None and float(found[1]) < 1e-6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from itertools import chain, pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support.commands import Shell
 from tests.support.loaders import build_loader
+from tests.support.metrics import read_json_lines
 from titan.config import schema as s
 from titan.contrib.megatron.data import read_files
 from titan.contrib.megatron.source import MegatronSource
@@ -26,9 +26,9 @@ EOS: Any = TOKENIZER.eos_id
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 8: "<u2"}
 
 
-def draw_documents(count: int, *, seed: int = 0, largest: int = 255) -> list[list[list[int]]]:
+def draw_documents(count: int, *, largest: int = 255) -> list[list[list[int]]]:
     """Documents of one to three sequences. The last token is the end-of-text token."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     documents = []
     for _ in range(count):
         lengths = generator.integers(1, 30, size=generator.integers(1, 4))
@@ -137,69 +137,36 @@ def test_whole_documents_are_packed_and_masked(tmp_path: Path) -> None:
             assert len({*inside} - {EOS}) == 1, "a document is of one number"
 
 
-def test_blends_and_resumed_loaders_go_on_exactly(tmp_path: Path) -> None:
-    sources = [
-        MegatronSource(
-            path=str(write_by_hand(tmp_path / name, draw_documents(90, seed=seed))),
-            weight=weight,
-        )
-        for seed, (name, weight) in enumerate([("a", 0.3), ("b", 0.7)])
-    ]
-    # pyrefly: ignore[bad-argument-type]
-    data = s.DataSection(sources=sources, cache_folder=str(tmp_path))
-
-    def opened(world: int, rank: int = 0) -> Any:
-        training = s.TrainingSection(seq_len=16, local_batch_size=8 // world)
-        return build_loader(
-            training, data=data, tokenizer=TOKENIZER, rank=rank, world=world, seed=3
-        )
-
-    whole = opened(1)
-    steps = [whole.next_step()[0].tokens_BS for _ in range(40)]
-    first = opened(1)
-    for expected in steps[:30]:
-        assert first.next_step()[0].tokens_BS.equal(expected)
-    halves = [opened(2, rank) for rank in range(2)]
-    for loader in halves:
-        loader.load_state_dict(first.state_dict())
-    for expected in steps[30:]:
-        found = [loader.next_step()[0] for loader in halves]
-        rows = {
-            batch.first_sample + offset: row
-            for batch in found
-            for offset, row in enumerate(batch.tokens_BS.tolist())
-        }
-        assert [rows[number] for number in sorted(rows)] == expected.tolist()
-
-
-def write_job(folder: Path, prefix: Path, **training: Any) -> Path:
-    keys = {"dataset": "megatron", "dataset_path": str(prefix), "seq_len": 32, "steps": 4}
-    keys |= {"local_batch_size": 2, "mixed_precision_param": "float32"} | training
-    lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+def write_job(folder: Path, prefix: Path) -> Path:
     job = folder / "job.toml"
     job.write_text(
-        "\n".join(
-            [
-                '[model]\nflavor = "tiny"\noverrides = { n_layers = 2 }',
-                "[data]\ndocument_mask = true\nvalidation_fraction = 0.1",
-                "[checkpoint]\nenable = true\ninterval = 2\nkeep_latest_k = 0",
-                "[metrics]\nlog_freq = 1",
-                "[lr_scheduler]\nwarmup_steps = 1\ntotal_steps = 4",
-                f'[job]\ndump_folder = "{folder / "run"}"',
-                "[training]",
-                *lines,
-            ]
-        )
-        + "\n"
+        f"""
+[model]
+flavor = "tiny"
+overrides = {{ n_layers = 2 }}
+[data]
+document_mask = true
+validation_fraction = 0.1
+[checkpoint]
+enable = true
+interval = 2
+[metrics]
+log_freq = 1
+[lr_scheduler]
+warmup_steps = 1
+total_steps = 4
+[job]
+dump_folder = "{folder / "run"}"
+[training]
+dataset = "megatron"
+dataset_path = "{prefix}"
+seq_len = 32
+steps = 4
+local_batch_size = 2
+mixed_precision_param = "float32"
+"""
     )
     return job
-
-
-def losses(folder: Path) -> dict[int, float]:
-    rows = [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def test_a_run_trains_and_a_resumed_one_goes_on(tmp_path: Path, shell: Shell) -> None:
@@ -208,13 +175,13 @@ def test_a_run_trains_and_a_resumed_one_goes_on(tmp_path: Path, shell: Shell) ->
     for name, parts in [("whole", (4,)), ("parts", (2, 4))]:
         folder = tmp_path / name
         folder.mkdir()
+        job = write_job(folder, prefix)
         for steps in parts:
-            job = write_job(folder, prefix, steps=steps)
-            shell(f"check {job}")
-            shell(f"train {job}")
-        found.append(losses(folder))
+            shell(f"train {job} --training.steps={steps}")
+        rows = read_json_lines(folder / "run" / "metrics.jsonl")
+        found.append([(row["step"], row["loss"]) for row in rows if "loss" in row])
     assert found[0] == found[1]
-    assert [*found[0]] == [1, 2, 3, 4]
+    assert [step for step, _ in found[0]] == [1, 2, 3, 4]
 
 
 def put(position: int, content: bytes) -> Any:
@@ -226,23 +193,16 @@ SEQUENCES = 3  # lengths from byte 34, offsets from byte 46, document marks from
 DAMAGES: dict[str, tuple[str, Any, str]] = {
     "magic": ("idx", put(0, b"XX"), "does not begin as an index"),
     "no header": ("idx", lambda data: data[:20], "does not begin as an index"),
-    "nothing": ("idx", lambda data: b"", "does not begin as an index"),
     "version": ("idx", put(9, struct.pack("<Q", 2)), "version 2"),
     "dtype of floats": ("idx", put(17, b"\x06"), "dtype code 6"),
-    "dtype of 8 bytes": ("idx", put(17, b"\x05"), "dtype code 5"),
-    "another dtype": ("idx", put(17, b"\x04"), "does not fit its index"),
     "sequences": ("idx", put(18, struct.pack("<Q", 2**62)), "should have"),
     "no sequences": ("idx", lambda data: data[:18] + bytes(16), "should have"),
     "marks": ("idx", put(26, struct.pack("<Q", 2**63)), "should have"),
-    "cut short": ("idx", lambda data: data[:-1], "should have"),
     "modes": ("idx", lambda data: data + bytes(SEQUENCES), "multimodal"),
     "negative length": ("idx", put(34, struct.pack("<i", -1)), "sequence 1 of 3 begins"),
-    "offset beyond": ("idx", put(46, struct.pack("<q", 2**40)), "sequence 0 of 3 begins"),
-    "offsets that fall": ("idx", put(54, struct.pack("<q", -2)), "sequence 1 of 3 begins"),
     "last length": ("idx", put(42, struct.pack("<i", 7)), "sequence 3 of 3 begins"),
     "first mark": ("idx", put(70, struct.pack("<q", 1)), "marks should rise"),
     "marks that fall": ("idx", put(78, struct.pack("<q", 9)), "marks should rise"),
-    "negative mark": ("idx", put(78, struct.pack("<q", -1)), "marks should rise"),
     "last mark": ("idx", put(86, struct.pack("<q", 2)), "marks should rise"),
     "short tokens": ("bin", lambda data: data[:-2], "does not fit its index"),
     "no tokens": ("bin", lambda data: b"", "does not fit its index"),

@@ -300,7 +300,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half an index": (lambda f: truncated(f / ".metadata"), ".metadata: damaged"),
     "half of common.pt": (lambda f: truncated(f / "common.pt"), "common.pt: damaged"),
     "half of the tensors": (lambda f: truncated(f / "__0_0.distcp"), "reaches past the end"),
-    "no tensors": (lambda f: (f / "__0_0.distcp").unlink(), "which"),
     "no common.pt": (lambda f: (f / "common.pt").unlink(), "common.pt: missing"),
     "compressed common.pt": (lambda f: packed(f / "common.pt"), "holds a compressed tensor"),
     "another backend": (

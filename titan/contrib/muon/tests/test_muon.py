@@ -24,7 +24,6 @@ from titan.config.schema import MuonSection
 from titan.contrib.muon import optimizer as muon
 from titan.contrib.muon.optimizer import (
     Exchange,
-    Muon,
     collect,
     cuts_of,
     give_back,
@@ -82,17 +81,6 @@ def test_equals_torch_s_muon(nesterov: bool) -> None:
         reference.step()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-6)
-
-
-def test_updates_are_of_the_size_of_adam_s() -> None:
-    for shape in ((64, 64), (64, 512), (512, 64)):
-        parameter = nn.Parameter(torch.zeros(shape))
-        others = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-        optimizer = Muon([parameter], others=others, lr=1.0, weight_decay=0.0)
-        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        optimizer.step()
-        # Less for a square one, which has small singular values, and they need more steps.
-        assert 0.15 < parameter.detach().square().mean().sqrt().item() < 0.22
 
 
 def test_who_gets_what() -> None:
@@ -155,7 +143,7 @@ def arrived(exchange: Exchange) -> Tensor:
     return result[0]
 
 
-def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Tensor]:
+def exchange(shape: tuple[int, int], placements: str, num: int) -> list[Tensor]:
     """How whole each rank's matrices are, and whether its shards come back as they were."""
     mesh = build_mesh("cpu", dp_shard=2, tp=2)
     places = [{"r": Replicate(), "0": Shard(0), "1": Shard(1)}[p] for p in placements]
@@ -182,9 +170,8 @@ def exchange(shape: tuple[int, int], placements: list[str], num: int) -> list[Te
 def test_every_matrix_is_whole_on_one_rank(
     shape: tuple[int, int], placements: str, pool: Pool
 ) -> None:
-    results = pool.run(4, exchange_each, shape, placements)
     for num in (1, 3, 4):
-        whole = [m for result in results for m in result[num]]
+        whole = [m for found in pool.run(4, exchange, shape, placements, num) for m in found]
         copies = 2 if "r" in placements else 1  # replicas do the same work
         assert len(whole) == num * copies
         firsts = sorted(m[0, 0].item() for m in whole)
@@ -192,10 +179,6 @@ def test_every_matrix_is_whole_on_one_rank(
         for m in whole:
             expected = torch.arange(shape[0] * shape[1]).view(shape) + m[0, 0]
             assert torch.equal(m, expected)
-
-
-def exchange_each(shape: tuple[int, int], placements: str) -> dict[int, list[Tensor]]:
-    return {num: exchange(shape, list(placements), num) for num in (1, 3, 4)}
 
 
 def shares(kinds: list[tuple[int, int]]) -> int:

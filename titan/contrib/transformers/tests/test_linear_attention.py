@@ -174,11 +174,6 @@ def test_documents_are_sequences_of_their_own() -> None:
     assert _module_error("leak") > 1e-2 and _module_error("gate") > 1e-2
 
 
-def test_a_chunk_is_a_power_of_two() -> None:
-    with pytest.raises(ValueError, match="a chunk of 48 positions: must be a power of two"):
-        LinearAttention(chunk=48)
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_convolution_equals_torch_within_each_document(bias: bool) -> None:
     drawn = torch.Generator().manual_seed(0)

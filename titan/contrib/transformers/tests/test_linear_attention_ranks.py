@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.linear_attention import KINDS, Kind, inputs, largest_error, plant
+from tests.support.linear_attention import KINDS, Kind, largest_error, plant
 from tests.support.ranks import Pool
-from titan.contrib.transformers import linear_attention as module
 from titan.contrib.transformers.linear_attention import LinearAttention
 from titan.contrib.transformers.short_convolution import short_convolution
 from titan.models.common.attention import InnerAttention
@@ -223,13 +222,3 @@ def test_pieces_that_are_shorter_than_the_convolution_are_refused(pool: Pool) ->
             message.startswith("context parallelism leaves pieces of 2 tokens")
             and "3 tokens" in message
         )
-
-
-def test_heads_are_independent() -> None:
-    """As tensor parallelism needs it: the heads of a rank, and the channels of its convolution."""
-    whole = inputs(KINDS["gated delta"], 50)
-    out, last = module.linear_attention(*whole)
-    for rank in range(2):
-        own: Any = [None if x is None else x.chunk(2, dim=1)[rank] for x in whole]
-        mine = module.linear_attention(*own)
-        assert largest_error([*mine], [x.chunk(2, dim=1)[rank] for x in (out, last)]) < 1e-14

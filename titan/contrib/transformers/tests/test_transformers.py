@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.test_huggingface import DEBUG, through_titan_job
 from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, families, overrides_of, row_of
-from tests.support.hf_folders import difference, tensors_of
+from tests.support.hf_folders import difference, save_twin, tensors_of
 from tests.support.ranks import Pool
 from tests.support.tables import table
 from titan.checkpoint.manager import CheckpointManager
 from titan.cli import main
-from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection, JobConfig, ModelSection
@@ -69,25 +68,11 @@ def section(**keys: Any) -> ModelSection:
     return ModelSection(name="transformers", **keys)
 
 
-def saved(folder: Path, kind: str, **fields: Any) -> Path:
-    """A folder of transformers' own with a small model."""
-    architecture = families()[kind]
-    config = getattr(transformers, architecture).config_class(
-        **overrides_of(architecture) | fields
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, architecture)(config)
-    for key, value in model.named_parameters():
-        if "norm" in key:
-            torch.nn.init.uniform_(value, 0.5, 1.5)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["mistral", "phi3", "glm4_moe", "gemma3_text"])
 def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Path) -> None:
     """Read on FSDP2 x TP, saved as a checkpoint, loaded, exported."""
-    source = saved(tmp_path / "source", kind)
+    source, architecture = tmp_path / "source", families()[kind]
+    save_twin(architecture, overrides_of(architecture), source)
     model = {"name": "transformers", "hf_path": str(source), "overrides": {}}
     degrees = {"dp_shard": 2, "tp": 2}
     results = pool.run(4, through_titan_job, model, source, degrees, tmp_path)
@@ -98,10 +83,9 @@ def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Pat
 
 def test_a_checkpoint_of_a_folder_outlives_the_folder(tmp_path: Path) -> None:
     """It goes there and back bit for bit, and the file beside it is a job of the model."""
-    source = saved(
-        tmp_path / "source", "mistral", vocab_size=300, max_position_embeddings=2**15
-    )
-    run, back, moved = (tmp_path / name for name in ("run", "back", "moved"))
+    source, run, back, moved = (tmp_path / name for name in ("source", "run", "back", "moved"))
+    fields = {"vocab_size": 300, "max_position_embeddings": 2**15}
+    save_twin("MistralForCausalLM", overrides_of("MistralForCausalLM") | fields, source)
     assert convert.main(["from-hf", str(source), str(run)]) == 0
     source.rename(moved)
     sizes = load_config(DEBUG, overlays=[run / "config.toml"]).model.sizes
@@ -265,8 +249,3 @@ def test_a_style_of_the_job_comes_first() -> None:
         derived = build_model(job.sizes).tensor_plan
         given = build_model(job.model_copy(update={"plan": {name: "whole"}}).sizes)
     assert derived[name] == "gather_input" and given.tensor_plan[name] == "whole"
-
-
-def test_a_job_without_torch_is_told_its_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="architecture"):
-        _ = section(architecture="Nothing").sizes

@@ -154,8 +154,8 @@ def test_weights_in_8_bits_come_back_without_the_word_of_it(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"layers.*.mlp.dwn_proj": "rowwise"}, "did you mean layers.*.mlp.down_proj"),
-        ({"layers.*.mlp.down_proj": "rowise"}, "did you mean rowwise"),
+        ({"layers.*.mlp.dwn_proj": "rowwise"}, "did you mean 'layers.*.mlp.down_proj'"),
+        ({"layers.*.mlp.down_proj": "rowise"}, "did you mean 'rowwise'"),
     ],
     ids=["module", "style"],
 )

@@ -98,13 +98,29 @@ def test_scales_of_tensor_parallel_ranks_are_one_process(kind: str, pool: Pool) 
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def alone(architecture: str) -> dict[str, Any]:
-    """Train transformers alone, without a stop."""
+def drawn(architecture: str, fields: dict[str, Any]) -> Any:
+    """Return titan's model with drawn weights, on tensor-parallel ranks if there are several."""
+    sizes = job_of(architecture, {}, fields).model.sizes
     with torch.device("meta"):
-        model = build_model(job_of(architecture, {}, overrides_of(architecture)).model.sizes)
+        model = build_model(sizes)
+    ranks = torch.distributed.get_world_size()
+    if ranks > 1:
+        mesh = build_mesh("cpu", tp=ranks)["tp"]
+        apply_tp(
+            model,
+            mesh=mesh,
+            plan=model.tensor_plan,
+            num_kv_heads=sizes.n_kv_heads,
+            loss_parallel=False,
+        )
     materialize(model, device="cpu")
     initialize(model, seed=0, std_of=std_of)
-    return reference(model)
+    return model
+
+
+def alone(architecture: str) -> dict[str, Any]:
+    """Train transformers alone, without a stop."""
+    return reference(drawn(architecture, overrides_of(architecture)))
 
 
 @pytest.mark.parametrize(
@@ -130,32 +146,14 @@ def test_resumed_on_another_layout(
 
 
 def generate(architecture: str, prompts: list[list[int]], fields: dict[str, Any]) -> Any:
-    """Return titan's greedy continuations, on tensor-parallel ranks if there are several."""
-    sizes = job_of(architecture, {}, fields).model.sizes
-    with torch.device("meta"):
-        model = build_model(sizes)
-    ranks = torch.distributed.get_world_size()
-    if ranks > 1:
-        mesh = build_mesh("cpu", tp=ranks)["tp"]
-        apply_tp(
-            model,
-            mesh=mesh,
-            plan=model.tensor_plan,
-            num_kv_heads=sizes.n_kv_heads,
-            loss_parallel=False,
-        )
-    materialize(model, device="cpu")
-    initialize(model, seed=0, std_of=std_of)
-    return Generator(model=model.eval(), max_new_tokens=12).complete(prompts)
+    """Return titan's greedy continuations."""
+    model = drawn(architecture, fields).eval()
+    return Generator(model=model, max_new_tokens=12).complete(prompts)
 
 
 def their_greedy(architecture: str, prompts: list[list[int]], fields: dict[str, Any]) -> Any:
     """Return transformers' own greedy continuations, of each prompt alone."""
-    with torch.device("meta"):
-        model = build_model(job_of(architecture, {}, fields).model.sizes)
-    materialize(model, device="cpu")
-    initialize(model, seed=0, std_of=std_of)
-    twin = twin_with(model).eval()
+    twin = twin_with(drawn(architecture, fields)).eval()
     answers = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
@@ -207,22 +205,13 @@ def test_evaluation_is_transformers_cross_entropy(kind: str, tmp_path: Path) -> 
         assert evaluate.main(words) == 0
     finally:
         torch.distributed.destroy_process_group()
-    [found] = [
-        value
-        for key, value in _leaves(json.loads((tmp_path / "found.json").read_text()))
-        if key.endswith("log_likelihood")
-    ]
+    found = json.loads((tmp_path / "found.json").read_text())["task/log_likelihood"]
     begin = 256  # with which the tokenizer of bytes begins a text
     ids = torch.tensor([[begin, *(context + target).encode()]])
     with torch.no_grad():
         logits = twin(ids[:, :-1], use_cache=False).logits[0, -len(target) :]
     expected = F.cross_entropy(logits.float(), ids[0, -len(target) :], reduction="sum")
     assert found == pytest.approx(-expected.item(), rel=1e-5)
-
-
-def _leaves(table: dict[str, Any]) -> Any:
-    for key, value in table.items():
-        yield from _leaves(value) if isinstance(value, dict) else [(key, value)]
 
 
 # ---- fields of config.json -----------------------------------------------------------------------

@@ -79,19 +79,23 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def get(run_dir: Path) -> Iterator[Get]:
-    server = Server(open_runs([run_dir]), host="127.0.0.1", port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def port(run_dir: Path) -> Iterator[int]:
+    """A server of the run."""
+    with Server(open_runs([run_dir]), host="127.0.0.1", port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
 
+
+@pytest.fixture
+def get(port: int) -> Get:
     def get(path: str, host: str = "localhost") -> tuple[int, str]:
-        connection = HTTPConnection("127.0.0.1", server.server_port)
+        connection = HTTPConnection("127.0.0.1", port)
         connection.request("GET", path, headers={"Host": host})
         answer = connection.getresponse()
         return answer.status, answer.read().decode() + str(answer.headers)
 
-    yield get
-    server.shutdown()
-    server.server_close()
+    return get
 
 
 def poll(get: Get, at: str = "") -> dict[str, Any]:
@@ -116,6 +120,7 @@ def test_a_poll_says_what_the_folder_holds(get: Get) -> None:
         (1, 3, 1.5),
     ]
     assert run["experts"] == {"step": 3, "layers": [0, None], "loads": [[4, 0], [2, None]]}
+    assert run["starts"] == [[1, "resume", 2.0]]
     assert run["stragglers"] == [1]  # rank 0 was one before the restart
     assert (run["restarts"], run["lost_steps"]) == (2, 7)
     assert run["seconds"] == {"trained": 3.0, "down": 1.0}
@@ -207,10 +212,6 @@ def test_a_hundred_thousand_rows(tmp_path: Path) -> None:
     assert run["total"] == 109_999 and len(run["rows"]) <= MAX_ROWS
     kept = steps(run)
     assert kept == sorted(set(kept)) and 100_001 in kept and kept[-1] == 109_999
-
-
-def test_where_a_run_started_again_is_sent(get: Get) -> None:
-    assert poll(get)["starts"] == [[1, "resume", 2.0]]
 
 
 @pytest.mark.parametrize(
@@ -373,14 +374,10 @@ def test_the_page_is_no_wider_than_a_telephone(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-def test_in_a_browser(run_dir: Path) -> None:
-    server = Server(open_runs([run_dir]), host="127.0.0.1", port=0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def test_in_a_browser(port: int) -> None:
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--virtual-time-budget=5000", f"http://127.0.0.1:{server.server_port}/"]
+    command += ["--virtual-time-budget=5000", f"http://127.0.0.1:{port}/"]
     dom = finished(command, timeout=120, code=None).stdout
-    server.shutdown()
-    server.server_close()
     body = dom.partition("<body>")[2].partition("<script>")[0]
     assert "<title>run 3, titan watch</title>" in dom  # not "owned"
     assert "<img" not in body and "&lt;img src=x" in body  # shown as text
