@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from titan.config.plug_ins import door, parts_of
 
 if TYPE_CHECKING:
-    from .simulate import Simulation, StepSimulation
+    from .simulate import StepSimulation
 
 
 @door("sim")
@@ -41,10 +41,6 @@ class SimExtension:
             ConfigError: an option is a mistake.
         """
         return None
-
-    def forward_tokens(self, simulation: Simulation) -> int:
-        """Return the tokens of each rank's forward passes beside training, over a phase of the run."""
-        return 0
 
     def write(self, simulation: StepSimulation, options: Namespace) -> None:
         """Write the files that the options name.

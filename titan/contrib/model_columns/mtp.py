@@ -40,10 +40,8 @@ class MTPMetrics(Hook):
         step, self.measured = self.trainer.train_step, None
         if not self.trainer.logs_this_step:
             return
-        # A pipeline may have called the loss once before the step, to learn shapes.
-        parts = 1 if step.pipeline is None else step.pipeline.schedule.num_microbatches
-        means = self.means[-len(report.local_losses) * parts :]
-        total = torch.stack(means).sum() if means else torch.zeros((), device=step.device)
+        zero = torch.zeros((), device=step.device)
+        total = torch.stack([zero, *self.means]).sum()
         if step.groups.loss is not None:
             dist.all_reduce(total, group=step.groups.loss)
         step.sum_over_groups([total])

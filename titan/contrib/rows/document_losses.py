@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan.base.run_writer import run_files
 from titan.base.untrusted import InputError
-from titan.contrib.rows.ranking import lines, rank, worst
+from titan.contrib.rows.ranking import SHOWN, lines, rank, worst_first
 from titan.losses.loss import IGNORED
 from titan.optim.clipping import clip_gradients
 from titan.run.hook import Hook
@@ -61,9 +61,9 @@ class DocumentLosses(Hook):
         rows = np.column_stack([names, sums.sums[0][:-1].cpu()])
         rows = rows[rows[:, 2] > 0].tolist()
         if step.in_backward is None:  # else no gradient is kept
-            gradients = OwnGradients(step, batches, found, number=trainer.step)
-            for row in worst(rows):
-                row += gradients.of(row[0], row[2])
+            gradient_of = own_gradients(step, batches, found, number=trainer.step)
+            for _, row in worst_first(rows)[:SHOWN]:
+                row += gradient_of(row[0], row[2])
         if trainer.rank == 0:
             ranked = rank(trainer.config, rows)
             after = trainer.step - 1
@@ -76,72 +76,58 @@ class DocumentLosses(Hook):
             run_files(trainer.run_dir).replace("documents.json", json.dumps(content))
 
 
-class OwnGradients:
-    """Gradients of single documents of a step."""
+def own_gradients(
+    step: TrainStep, batches: Sequence[Any], found: Sequence[np.ndarray], *, number: int
+) -> Callable[[float, float], tuple[float, float]]:
+    """Return a function of a document and the number of its labels, which returns the norm of its gradient, and its share.
 
-    def __init__(
-        self,
-        step: TrainStep,
-        batches: Sequence[Any],
-        found: Sequence[np.ndarray],
-        *,
-        number: int,
-    ) -> None:
-        """Compute the gradient of the step.
+    Args:
+        step: the training step, whose weights stay as they are.
+        batches: this rank's batches.
+        found: int64[B, S] for each batch: the document of each label.
+        number: the step's number.
+    """
+    parameters = step.parameters
 
-        Args:
-            step: the training step, whose weights stay as they are.
-            batches: this rank's batches.
-            found: int64[B, S] for each batch: the document of each label.
-            number: the step's number.
-        """
-        self._step, self._batches, self._found, self._number = step, batches, found, number
-        self._whole: list[Tensor | None] = []
-        report = self._train(batches, self._keep)
-        self._norm, self._tokens = float(report.grad_norm), float(report.num_valid)
-
-    def _train(self, batches: Sequence[Any], on_gradients: Callable[[], None]) -> StepReport:
-        """Compute gradients, without an update and without the run's other listeners."""
-        step, listeners = self._step, self._step.on_gradients
-        step.on_gradients = [on_gradients]
-        report = step.train(batches, step=self._number, accept=lambda *_: False)
+    def train(batches: Sequence[Any], on_gradients: Callable[[], None]) -> StepReport:
+        # Without the run's other listeners.
+        listeners, step.on_gradients = step.on_gradients, [on_gradients]
+        report = step.train(batches, step=number, accept=lambda *_: False)
         step.on_gradients = listeners
         return report
 
-    def _keep(self) -> None:
-        grads = (parameter.grad for parameter in self._step.parameters)
-        self._whole = [None if grad is None else grad.clone() for grad in grads]
+    kept: list[Tensor | None] = []
+    of_step = train(
+        batches,
+        lambda: kept.extend(None if p.grad is None else p.grad.clone() for p in parameters),
+    )
+    norm, num_labels = float(of_step.grad_norm), float(of_step.num_valid)
 
-    def of(self, document: float, tokens: float) -> list[float]:
-        """Return the norm of a document's own gradient, and its share.
-
-        Args:
-            document: its number.
-            tokens: number of its labels in the step.
-        """
-        step, norms = self._step, list[float]()
+    def of(document: float, tokens: float) -> tuple[float, float]:
+        norms = []
 
         def add_the_step() -> None:
             # This gradient is a mean over the document's labels, and the step's one over all labels.
-            for parameter in step.parameters:
+            for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(tokens / self._tokens)
-            stages = step.groups.stages
-            norms.append(float(clip_gradients(step.parameters, max_norm=0, stages=stages)))
-            for parameter, whole in zip(step.parameters, self._whole, strict=True):
+                    parameter.grad.mul_(tokens / num_labels)
+            own = clip_gradients(parameters, max_norm=0, stages=step.groups.stages)
+            norms.append(float(own))
+            for parameter, whole in zip(parameters, kept, strict=True):
                 if parameter.grad is not None and whole is not None:
                     parameter.grad.add_(whole)
                 elif whole is not None:
                     parameter.grad = whole.clone()
 
         masked = []
-        for batch, here in zip(self._batches, self._found, strict=True):
+        for batch, here in zip(batches, found, strict=True):
             is_own = torch.from_numpy(here == document)
             masked.append(replace(batch, labels_BS=batch.labels_BS.where(is_own, IGNORED)))
-        both = float(self._train(masked, add_the_step).grad_norm)
-        [own] = norms
+        both, [own] = float(train(masked, add_the_step).grad_norm), norms
         # |own + g|^2 = |own|^2 + 2 <own, g> + |g|^2
-        return [own, (both**2 - own**2 - self._norm**2) / 2 / self._norm**2]
+        return own, (both**2 - own**2 - norm**2) / 2 / norm**2
+
+    return of
 
 
 def hook(trainer: RunProgress) -> DocumentLosses | None:

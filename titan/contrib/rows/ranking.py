@@ -19,7 +19,7 @@ from titan.data.reading import pieces_of
 from titan.data.rows import RowText
 from titan.data.sources import in_validation, open_documents, source_names, training_sources
 
-_SHOWN, _CHARS = 10, 60
+SHOWN, _CHARS = 10, 60
 _STANDS_OUT = 8.0  # units; the worst of a thousand ordinary documents is at 4 or 5
 _LEAST = 0.01  # share of the median loss: if documents hardly differ, none stands out
 
@@ -61,38 +61,37 @@ def scores(table: Sequence[Sequence[float]]) -> list[float]:
         table: number, summed loss and tokens of each document, and more.
     """
     means = [loss / tokens for _, loss, tokens, *_ in table]
-    roots = [sqrt(tokens) for *_, tokens in (row[:3] for row in table)]
-    middle = median(filter(isfinite, means)) if any(map(isfinite, means)) else 0.0
+    roots = [sqrt(row[2]) for row in table]
+    middle = median([*filter(isfinite, means)] or [0.0])
     found = [(mean - middle) * root for mean, root in zip(means, roots, strict=True)]
     sizes = [abs(score) for score in found if isfinite(score)] or [0.0]
     unit = max(1.4826 * median(sizes), _LEAST * middle * median(roots)) or 1.0
     return [score / unit if isfinite(score) else inf for score in found]
 
 
-def worst(table: Sequence[list[float]]) -> list[list[float]]:
-    """Return the rows of the worst documents, worst first."""
-    order = sorted(zip(scores(table), table, strict=True), key=lambda pair: -pair[0])
-    return [row for _, row in order[:_SHOWN]]
+def worst_first(table: Sequence[list[float]]) -> list[tuple[float, list[float]]]:
+    """Return the rows with their scores, worst first."""
+    return sorted(zip(scores(table), table, strict=True), key=lambda pair: -pair[0])
 
 
-def rank(config: s.JobConfig, table: Sequence[Sequence[float]]) -> list[RankedDocument]:
+def rank(config: s.JobConfig, table: Sequence[list[float]]) -> list[RankedDocument]:
     """Return the documents of a step, worst first.
 
     Args:
         config: the job. Its text is read up to the last of the documents that `lines` shows.
         table: number (`Samples.documents`), summed loss and tokens of each document; of some, norm and share of the own gradient.
     """
-    names, found = source_names(training_sources(config)), {}
-    for score, (number, loss, tokens, *own) in zip(scores(table), table, strict=True):
+    names, ordered = source_names(training_sources(config)), worst_first(table)
+    places = _places(config, [int(number) for _, (number, *_) in ordered[:SHOWN]])
+    found = []
+    for score, (number, loss, tokens, *own) in ordered:
         source, row = divmod(int(number), 2**SOURCE_SHIFT)
-        mean = loss / tokens
-        found[int(number)] = RankedDocument(
-            f"{names[source]}:{row}", mean, int(tokens), score, *own
-        )
-    found = dict(sorted(found.items(), key=lambda pair: -pair[1].score))
-    for number, (where, text) in _places(config, [*found][:_SHOWN]).items():
-        found[number].where, found[number].text = where, text
-    return [*found.values()]
+        gradient, share = own or (None, None)
+        where, text = places.get(int(number), ("", ""))
+        name, mean = f"{names[source]}:{row}", loss / tokens
+        document = RankedDocument(name, mean, int(tokens), score, gradient, share, where, text)
+        found.append(document)
+    return found
 
 
 def _places(config: s.JobConfig, numbers: Collection[int]) -> dict[int, tuple[str, str]]:
@@ -119,4 +118,4 @@ def lines(rows: Sequence[RankedDocument]) -> list[str]:
     """Return the lines about the documents of a step."""
     standing = sum(row.score > _STANDS_OUT for row in rows)
     out = f"{standing} of {len(rows)} rows stand out" if standing else "no row stands out"
-    return [out, "loss/token  tokens    score  gradient  share  row", *map(str, rows[:_SHOWN])]
+    return [out, "loss/token  tokens    score  gradient  share  row", *map(str, rows[:SHOWN])]

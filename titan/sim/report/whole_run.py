@@ -16,7 +16,6 @@ from math import ceil
 from titan.config.layout import mesh_of
 from titan.config.schema import JobConfig
 from titan.sim.estimate import estimate_memory
-from titan.sim.extension import sim_extensions
 from titan.sim.simulate import Facts, Simulation
 
 from .interval import (
@@ -147,13 +146,13 @@ def _interval(config: JobConfig, step_s: float) -> int:
 
 
 def _validation_s(simulation: Simulation) -> float:
-    """Return the seconds of all validations and evaluations.
+    """Return the seconds of all validations.
 
     They are forward passes, timed in proportion to their tokens.
     """
     config, by_phase = simulation.config, simulation.timeline.mean_by("by_phase_s")
     section, training = config.validation, config.training
-    tokens = sum(extension.forward_tokens(simulation) for extension in sim_extensions())
+    tokens = 0
     # -1 asks for all of a text, whose length is not known here.
     if section.enable and section.steps > 0:
         tokens_of_batch = section.local_batch_size * (section.seq_len or training.seq_len)
