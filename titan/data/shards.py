@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -223,7 +223,7 @@ class TokenShards:
         Raises:
             DataError: no token marks where documents begin, or there are fewer of them.
         """
-        firsts = np.cumsum([0, *(shard.documents for shard in self._shards)])
+        firsts = [0, *accumulate(shard.documents for shard in self._shards)]
         if (last := max(rows)) >= firsts[-1]:
             raise DataError(f"there is no row {last}; they end at {firsts[-1] - 1}")
         spans = []
@@ -243,7 +243,7 @@ class TokenShards:
         places = np.arange(start, start + count)
         files = self.ends.searchsorted(places, side="right")
         parts = []
-        for file in np.unique(files).tolist():
+        for file in map(int, np.unique(files)):
             before = sum(shard.documents for shard in self._shards[:file]) - 1
             begins = self._begins(file)
             parts.append(before + begins.searchsorted(places[files == file], side="right"))

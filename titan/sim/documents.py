@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan.config.schema import JobConfig, ShardsSource
+from titan.sim.section import assumptions
 
 _SAMPLE = 2_000_000
 """Tokens to look at, at most."""
@@ -23,8 +24,8 @@ def document_keys(config: JobConfig) -> float | None:
     if not config.data.document_mask:
         return 0.0
     seq_len = config.training.seq_len
-    if config.simulator.document_tokens:
-        return (min(config.simulator.document_tokens, seq_len) + 1) / 2
+    if assumptions(config).document_tokens:
+        return (min(assumptions(config).document_tokens, seq_len) + 1) / 2
     import numpy as np
 
     from titan.data import DataError

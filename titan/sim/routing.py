@@ -33,6 +33,7 @@ from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError, Problem
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
+from titan.sim.section import assumptions
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
     Raises:
         ConfigError: the file of simulator.routing is wrong.
     """
-    section, ep = config.simulator, config.parallelism.expert_parallel_degree
+    section, ep = assumptions(config), config.parallelism.expert_parallel_degree
     if ep == 1 or not model.num_experts:
         return 1.0
     most = most_imbalance(config, model)
@@ -86,7 +87,7 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
 
 def config_loads(config: JobConfig, model: Any, layout: Layout) -> list[float]:
     """Return the tokens of the busiest rank over the mean in each of some steps; nothing if they are the same in all."""
-    section, ep = config.simulator, config.parallelism.expert_parallel_degree
+    section, ep = assumptions(config), config.parallelism.expert_parallel_degree
     is_even = section.routing == "even" or config.debug.moe_force_load_balance
     if is_even or section.expert_imbalance is not None:
         return []

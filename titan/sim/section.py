@@ -78,6 +78,11 @@ class SimulatorSection(Section):
         raise ValueError('expected a release of torch, such as "2.8.0" or "2.11.0+cu128"')
 
 
+def assumptions(config: Any) -> SimulatorSection:
+    """Return the table of a job."""
+    return config.simulator
+
+
 def check_routing(config: Any) -> Violations:
     """Check that a file of routing is there."""
     routing = config.simulator.routing

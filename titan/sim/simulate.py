@@ -16,6 +16,7 @@ from titan.config.model import model_title
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.flops import flops_per_token, utilization
+from titan.sim.section import assumptions
 
 from .documents import document_keys
 from .estimate import estimate_memory
@@ -223,7 +224,7 @@ def price(
         ConfigError: the profile lacks the job's kernel of attention.
         ReplayError: the traced ranks wait for each other forever.
     """
-    section, model = config.simulator, config.model.sizes
+    section, model = assumptions(config), config.model.sizes
     profile = profile.with_attention(
         section.attention_kernel,
         backend=config.model.attention_backend,
@@ -449,9 +450,9 @@ def _experts(simulation: Simulation) -> Facts:
         "parameters": model.num_params,
         "active_parameters": model.num_active_params,
         "parallel_degree": ep,
-        "routing": config.simulator.routing,
+        "routing": assumptions(config).routing,
         "imbalance": simulation.busiest_rank,
-        "dispatch": config.simulator.dispatch,
+        "dispatch": assumptions(config).dispatch,
         "fits_up_to_imbalance": simulation.fits_up_to,
         "routed": simulation.routed,
     }

@@ -57,7 +57,7 @@ class MegatronTokens(TokenShards):
         tokens = tokens[:border] if is_train else tokens[border:]
         starts = ends[:-1][(ends[:-1] < border) == is_train]
         self._document_begins = starts - starts[:1]
-        self._shards = [Shard.model_construct(documents=len(starts))]
+        self._shards = [Shard(file="a-0.bin", documents=len(starts))]
         self.folder, self.split, self.num_tokens = Path(path), options.split, len(tokens)
         # Only conversations and the cache of packed rows ask for the rest.
         # pyrefly: ignore[missing-argument]

@@ -27,6 +27,7 @@ from titan.sim.record.trace import (
     visible_keys,
 )
 from titan.sim.routing import layer_shares
+from titan.sim.section import assumptions
 
 from .attention import under_mask
 from .measured import SPAN_S, Tables, tables
@@ -282,7 +283,7 @@ def routing_exponent(config: JobConfig, model: Any) -> float:
     Raises:
         ConfigError: the file of simulator.routing is wrong.
     """
-    routing = config.simulator.routing
+    routing = assumptions(config).routing
     if not model.num_experts or routing == "even":
         return 0.0
     if config.debug.moe_force_load_balance:

@@ -35,6 +35,7 @@ from titan.config.schema import JobConfig
 from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.trace import Trace
 from titan.sim.routing import busiest_rank
+from titan.sim.section import assumptions
 
 Prepare = Callable[..., None]
 """Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
@@ -196,7 +197,7 @@ def world_of(job: Job) -> object:
     program, layout = job.programs[0], _layout(job)
     # A process assumes one load of the busiest rank, which depends on the batch, too.
     busiest = busiest_rank(program, program.model.sizes, layout)
-    simulator, backend = program.simulator.model_dump_json(), program.model.attention_backend
+    simulator, backend = assumptions(program).model_dump_json(), program.model.attention_backend
     return (str(layout), job.ranks, simulator, busiest, backend) if layout.pp == 1 else id(job)
 
 

@@ -19,6 +19,7 @@ from titan.config.schema import JobConfig
 from titan.sim.record.trace import Allocate
 from titan.sim.replay.memory import MemoryReport, memory_report
 from titan.sim.routing import config_loads, most_imbalance
+from titan.sim.section import assumptions
 from titan.sim.simulate import GIB, Simulation, simulate
 
 
@@ -77,7 +78,7 @@ def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
     """Return the job with another assumed imbalance."""
     return config.model_copy(
         update={
-            "simulator": config.simulator.model_copy(update={"expert_imbalance": imbalance})
+            "simulator": assumptions(config).model_copy(update={"expert_imbalance": imbalance})
         }
     )
 

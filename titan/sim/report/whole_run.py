@@ -16,6 +16,7 @@ from math import ceil
 from titan.config.layout import mesh_of
 from titan.config.schema import JobConfig
 from titan.sim.estimate import estimate_memory
+from titan.sim.section import assumptions
 from titan.sim.simulate import Facts, Simulation
 
 from .interval import (
@@ -51,7 +52,7 @@ def state_bytes(simulation: Simulation) -> float:
 def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[float, float]:
     """Return the seconds for which training stops for a save of this size, and the seconds of writing during training."""
     config, layout, profile = simulation.config, simulation.layout, simulation.profile
-    run, mode = config.simulator.run, config.checkpoint.async_mode
+    run, mode = assumptions(config).run, config.checkpoint.async_mode
     write_s = size / 1e9 / (nodes * run.node_storage_gb_per_s)
     if (share := run.save_blocking_share) is not None:
         return share * write_s, (1 - share) * write_s
@@ -80,7 +81,7 @@ def phase_facts(simulation: Simulation, *, changes_layout: bool = False) -> Fact
     """
     config, step_s = simulation.config, simulation.timeline.step_s
     run, steps, ranks = (
-        config.simulator.run,
+        assumptions(config).run,
         config.training.steps,
         simulation.layout.world_size,
     )

@@ -291,8 +291,8 @@ def test_a_document_has_the_loss_of_its_own_labels(tmp_path: Path) -> None:
 
 
 def test_a_few_tokens_do_not_outweigh_a_long_document(tmp_path: Path) -> None:
-    table = [(n, 100 * (2 + 0.01 * (n % 5)), 100) for n in range(20)]
-    first, second, *_ = rank(config_of(tmp_path, {}), [*table, (20, 7.0, 2), (21, 1200, 400)])
+    table = [[n, 100 * (2 + 0.01 * (n % 5)), 100] for n in range(20)]
+    first, second, *_ = rank(config_of(tmp_path, {}), [*table, [20, 7.0, 2], [21, 1200, 400]])
     assert (first.row, second.row) == ("text:21", "text:20") and first.score > second.score > 8
 
 
