@@ -63,7 +63,7 @@ def test_reading_on_notices_a_cut_in_place(path: Path) -> None:
     write(path, range(5, 31), "a", again=True)  # more bytes than before
     rows.update()
     assert steps(rows.thin.rows()) == list(range(1, 31))
-    assert rows.tail.generation == 2
+    assert rows.generation == 2
     assert rows.since(28) is not None and steps(rows.since(28) or []) == [29, 30]
     assert rows.since(0) is None and rows.since(31) is None
 

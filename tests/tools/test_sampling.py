@@ -110,7 +110,6 @@ def test_draws_are_limited_and_repeat() -> None:
     with torch.no_grad():
         p_V = torch.softmax(model(torch.tensor([PROMPTS[0]]))[0, -1] / 2, -1)
     ranked = p_V.argsort(descending=True).tolist()
-    share = float(p_V[ranked[:3]].sum())
     options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 2.0}
 
     def first(**more: Any) -> set[int | None]:
@@ -118,10 +117,6 @@ def test_draws_are_limited_and_repeat() -> None:
         return {*tokens}
 
     assert first(top_k=2) == {*ranked[:2]}
-    # The third token is what reaches the share, and a little less leaves it out.
-    assert first(top_p=share - 1e-4) == {*ranked[:3]}
-    assert first(top_p=float(p_V[ranked[:2]].sum()) - 1e-4) == {*ranked[:2]}
-    assert first(top_p=1e-9) == {ranked[0]}
     options["max_new_tokens"] = 8
     two = [
         list(Generator(model=model, **options, seed=seed).stream(PROMPTS[:2]))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -142,17 +143,15 @@ class Answers:
         self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace
     ) -> None:
         self.tokenizer, self.batch_size = tokenizer, args.batch_size
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        names = ("max_new_tokens", "temperature", "top_k", "seed")
         self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._template: Any = None
         self._lines = 0  # lines read so far
 
-    @property
+    @cached_property
     def template(self) -> Any:
         """Return the tokenizer's chat template. It raises DataError if the tokenizer has none."""
-        self._template = self._template or conversations().template_of(self.tokenizer)
-        return self._template
+        return conversations().template_of(self.tokenizer)
 
     def of_text(self, text: str) -> _Prompt:
         """Encode a text to continue.
@@ -177,7 +176,7 @@ class Answers:
         """Return the generator with the tokens that end an answer."""
         # The next speaker of a conversation is no part of the answer.
         ends = self.tokenizer.end_ids
-        if self._template:
+        if "template" in vars(self):
             ends = conversations().answer_ends(self.tokenizer)
         return replace(self.generator, stop={*ends})
 
@@ -304,12 +303,14 @@ def answer(args: argparse.Namespace, device: torch.device) -> None:
     if args.output:
         return _draw(config, step, args, **options)
     tokenizer = open_tokenizer(config)
-    given = task_of(config).prompt_with(args.image, args.prompt) if args.image else None
+    prompts = []
+    if args.image:
+        ids, inputs_of = task_of(config).prompt_with(args.image, args.prompt)
+        prompts = [_Prompt(ids, {}, inputs_of)]
     answers = Answers(load_model(config, step, **options), tokenizer, args)
-    prompts = read_prompts(args.prompts, answers) if args.prompts else []
-    if given:
-        prompts = [_Prompt(given[0], {}, given[1])]
-    if args.chat:
+    if args.prompts:
+        prompts = read_prompts(args.prompts, answers)
+    elif args.chat:
         messages = [{"role": "user", "content": args.prompt}]
         prompts = [answers.of_messages(messages, where="--prompt")]
     elif args.interactive:
@@ -317,7 +318,7 @@ def answer(args: argparse.Namespace, device: torch.device) -> None:
     elif not prompts:
         prompts = [answers.of_text(args.prompt)]
     if answers.is_first:
-        settings = f"temperature {args.temperature:g}, top-k {args.top_k}, top-p {args.top_p:g}"
+        settings = f"temperature {args.temperature:g}, top-k {args.top_k}"
         print(f"[{step}, {settings}]", file=sys.stderr)
     if args.interactive:
         answers.converse()

@@ -51,23 +51,12 @@ def _check(args: argparse.Namespace) -> torch.device:
     """
     wrong = [
         (f"--{name}", f"expected a number of at least 0, got {value}")
-        for name in ("max-new-tokens", "temperature", "top-k", "top-p")
+        for name in ("max-new-tokens", "temperature", "top-k")
         if not 0 <= (value := getattr(args, name.replace("-", "_"))) < math.inf
     ]
-    if args.top_p > 1:
-        share = f"a share of the probability, 0 to 1, got {args.top_p:g}; --top-k takes a number of tokens"
-        wrong.append(("--top-p", share))
-    many = args.prompts or args.interactive
-    if args.output and (many or args.image or args.chat):
-        fault = (
-            "draws what --prompt names: leave out --prompts, --interactive, --image and --chat"
-        )
-        wrong.append(("--output", fault))
-    one = "is for one text: leave out --prompts, --interactive and, with --chat, --image"
-    if args.prompt and many:
-        wrong.append(("--prompt", one))
-    if args.chat and (many or args.image):
-        wrong.append(("--chat", one))
+    if args.prompt and (args.prompts or args.interactive):
+        fault = "is for one text: leave out --prompts and --interactive"
+        wrong.append(("--prompt", fault))
     if not -(2**63) <= args.seed < 2**63:
         wrong.append(("--seed", f"expected a whole number below 2^63, got {args.seed}"))
     import torch

@@ -27,7 +27,6 @@ from titan.parallel.block_attention import AttentionSpec, match_heads
 from titan.parallel.module_kinds import SequenceModule, modules_of
 
 _GREEDY = 1e-6  # temperatures below it take the likeliest token
-_EVEN = 1e9  # and temperatures above it are infinite in fp32, or as good as that
 
 
 class CachedAttention(nn.Module):
@@ -123,7 +122,6 @@ class Generator:
         max_new_tokens: longest continuation.
         temperature: 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens; 0: among all.
-        top_p: sample among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751).
         seed: seed of the first prompt; the next prompts have the numbers after it.
         stop: tokens that end a text, in addition to max_new_tokens.
     """
@@ -132,7 +130,6 @@ class Generator:
     max_new_tokens: int
     temperature: float = 0.0
     top_k: int = 0
-    top_p: float = 1.0
     seed: int = 0
     stop: Collection[int | None] = ()
 
@@ -206,19 +203,12 @@ class Generator:
             # Tokens below the k-th likeliest get probability 0.
             kth_B1 = logits_BV.topk(min(self.top_k, logits_BV.shape[1])).values[:, -1:]
             logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
-        p_BV, order_BV = torch.softmax(logits_BV / min(self.temperature, _EVEN), dim=-1).sort(
-            descending=True
-        )
-        if self.top_p < 1:
-            # A token is left out if those before it have that much. The likeliest one always stays.
-            left_out_BV = p_BV.cumsum(-1) - p_BV >= self.top_p
-            left_out_BV[:, 0] = False
-            p_BV = p_BV.masked_fill(left_out_BV, 0)
+        p_BV = torch.softmax(logits_BV / self.temperature, dim=-1)
         drawn = [
             torch.multinomial(p_V, 1, generator=g)
             for p_V, g in zip(p_BV, generators, strict=True)
         ]
-        return order_BV.gather(-1, torch.stack(drawn))[:, 0]
+        return torch.cat(drawn)
 
 
 def _padded(

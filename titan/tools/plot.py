@@ -187,17 +187,11 @@ def panels(runs: dict[str, list[Row]]) -> Iterator[tuple[str, list[str]]]:
 
 def with_recall(row: Row) -> Row:
     """Return a row with the recall of each layer's choice, and their mean, as columns."""
-    table = row.get("indexer")
-    columns = (
-        [table.get(name) for name in ("layer", "recall")] if isinstance(table, dict) else []
-    )
-    if not columns or not all(isinstance(column, list) for column in columns):
+    try:
+        pairs = [*zip(row["indexer"]["layer"], row["indexer"]["recall"], strict=False)]
+    except (KeyError, TypeError):
         return row
-    recalls = {
-        f"{LAYER}{n}": recall
-        for n, recall in zip(*columns, strict=False)
-        if number(recall) is not None
-    }
+    recalls = {f"{LAYER}{layer}": r for layer, r in pairs if number(r) is not None}
     return row | recalls | ({MEAN: fmean(recalls.values())} if recalls else {})
 
 
@@ -214,21 +208,20 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
 
-    more = [*panels(runs)]
-    figure = Figure(figsize=(10, 7.5 + 2.5 * len(more)), layout="constrained", dpi=120)
+    more = dict(panels(runs))
     heights = (2, *(1 for _ in more), 1)
-    upper, *between, lower = figure.subplots(
+    figure = Figure(figsize=(10, 2.5 * sum(heights)), layout="constrained", dpi=120)
+    upper, *between, lower = all_axes = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights
     )
     styles: dict[str, Style] = {}  # styles of the drawn lines, by their names in the legend
-    for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
+    for i, (name, rows) in enumerate(runs.items()):
         line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours
         # A few rows are dots: lines between them would look like a curve that nobody measured.
         dash = "." if len(rows) < 10 else "-"
         for text, style, at, loss in loss_curves(rows, x):
             # The run's name belongs to the last curve, which is bold.
-            label = name if style is BOLD else None
-            upper.plot(at, loss, dash, **line, **style, label=label)
+            upper.plot(at, loss, dash, **line, **style, label=name if style is BOLD else None)
             styles[text] = style
         at, validation = points(rows, x, "validation_loss")
         if at:
@@ -236,36 +229,37 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
             marker: Style = {"markersize": 6, "markeredgecolor": "white"}
             upper.plot(at, validation, "o", **line, **marker, label=label)
         lower.plot(*points(rows, x, "tokens_per_s"), dash, **line, linewidth=1.2)
-        for axes, (_, keys) in zip(between, more, strict=True):
+        for axes, keys in zip(between, more.values(), strict=True):
             for key, dash in zip(keys, cycle(("-", "--", ":", "-."))):
                 at, values = points(rows, x, key)
-                if at and key.startswith(LAYER):  # its number is at the beginning of the line
+                if not at:
+                    continue
+                if key.startswith(LAYER):  # its number is at the beginning of the line
                     axes.plot(at, values, **line, linewidth=0.8, alpha=0.45)
                     layer = key.removeprefix(LAYER)
                     axes.annotate(layer, (at[0], values[0]), ha="right", fontsize=7, **line)
                     continue
-                label = f"{name}: {key} (last {values[-1]:.4f})" if at else None
+                label = f"{name}: {key} (last {values[-1]:.4f})"
                 axes.plot(at, values, dash, **line, marker="o", markersize=3, label=label)
-        for start in again:
+        for start in starts[i]:
             text, style = MARKS[start["event"]]
             if (place := mark(start, rows, x)) is not None:
                 styles[text] = style
-                for axes in (upper, *between, lower):
+                for axes in all_axes:
                     axes.axvline(place, **line, **style)
-    upper.set_ylabel("loss (nats per token)")
-    lower.set_ylabel("tokens per second")
+    for axes, text in zip(
+        all_axes, ("loss (nats per token)", *more, "tokens per second"), strict=True
+    ):
+        axes.set_ylabel(text)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in between:
+        axes.legend(frameon=False)
     lower.set_xlabel("hours since the first start" if x == "time" else x)
     # From zero, so that a small dip does not look like a collapse.
     lower.set_ylim(bottom=0)
-    lower.yaxis.set_major_formatter(EngFormatter(sep=""))
-    if x != "time":
-        lower.xaxis.set_major_formatter(EngFormatter(sep=""))
-    for axes, (text, _) in zip(between, more, strict=True):
-        axes.set_ylabel(text)
-        axes.legend(frameon=False)
-    for axes in (upper, *between, lower):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    for axis in (lower.yaxis, *(() if x == "time" else (lower.xaxis,))):
+        axis.set_major_formatter(EngFormatter(sep=""))
     # Styles have the same meaning in every run, so the legend explains them once, in grey.
     grey = [Line2D([], [], color="grey", **style, label=text) for text, style in styles.items()]
     upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey], frameon=False)

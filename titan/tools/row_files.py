@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from titan.base.rows import BLOCK_BYTES, MAX_LINE_BYTES, Row, number, parse
 from titan.base.untrusted import open_regular
@@ -94,12 +94,6 @@ class Tail:
         self._check = (self._check + text[-_CHECK_BYTES:])[-_CHECK_BYTES:]
 
 
-class _Kept(NamedTuple):
-    number: int
-    loss: float
-    row: Row
-
-
 class Thin:
     """About `limit` rows of any number of them. While there are few, all are kept.
 
@@ -111,53 +105,49 @@ class Thin:
         self.count = 0
         self._most = max(limit // 8 * 2, 2)  # even, so that all pairs are whole
         self._size = 1
-        self._stretches: list[dict[str, _Kept]] = []  # by the reason why a row stays
+        self._stretches: list[list[Row]] = []
 
     def add(self, row: Row) -> None:
         """Add a row at the end. Where there are too many stretches, neighbours become one."""
         if self.count % self._size == 0:
             if len(self._stretches) == self._most:
-                for first, second in zip(
-                    self._stretches[::2], self._stretches[1::2], strict=True
-                ):
-                    _join(first, second)
-                self._stretches = self._stretches[::2]
+                pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+                self._stretches = [_peaks(first + second) for first, second in pairs]
                 self._size *= 2
-            self._stretches.append({})
-        loss = number(row.get("loss"))
-        kept = _Kept(self.count, loss or 0.0, row)
-        reasons = ["last"] if loss is None else ["least", "largest", "last"]
-        # An evaluation may come in another step than a validation.
-        if any(key == "validation_loss" or key.startswith("eval/") for key in row):
-            reasons.append("validation")
-        _join(self._stretches[-1], dict.fromkeys(reasons, kept))
+            self._stretches.append([])
+        self._stretches[-1] = _peaks([*self._stretches[-1], row])
         self.count += 1
 
     def rows(self) -> list[Row]:
         """Return the rows that were kept, in order."""
-        kept = {k.number: k.row for stretch in self._stretches for k in stretch.values()}
-        return [kept[n] for n in sorted(kept)]
+        return [row for stretch in self._stretches for row in stretch]
 
 
-def _join(stretch: dict[str, _Kept], later: Mapping[str, _Kept]) -> None:
-    """Take the rows to keep of a later stretch into this one."""
-    for why, new in later.items():
-        old = stretch.get(why, new)
-        is_least = why == "least" and old.loss <= new.loss
-        is_largest = why == "largest" and old.loss >= new.loss
-        stretch[why] = old if is_least or is_largest else new
+def _peaks(rows: list[Row]) -> list[Row]:
+    """Return the rows of a stretch that are kept, in order."""
+    losses = [(number(row.get("loss")), n) for n, row in enumerate(rows)]
+    known = [each for each in losses if each[0] is not None]
+    kept = {len(rows) - 1, *(end(known)[1] for end in (min, max) if known)}
+    # An evaluation may come in another step than a validation.
+    validations = [
+        n
+        for n, row in enumerate(rows)
+        if any(key == "validation_loss" or key.startswith("eval/") for key in row)
+    ]
+    return [rows[n] for n in sorted(kept.union(validations[-1:]))]
 
 
-class LineFile:
+@dataclass
+class LineFile(Tail):
     """Keep something of the lines of a file that grows. A subclass says what, in `begin` and `take`.
 
     `problem` is a line for people, or "".
     """
 
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        self.tail, self.problem = Tail(path, last_bytes=last_bytes), ""
-        self._generation = 0
-        self.num_bad = 0  # lines that are not what they should be
+    problem: str = ""
+    num_bad: int = 0  # lines that are not what they should be
+
+    def __post_init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
@@ -172,23 +162,19 @@ class LineFile:
         """Read what is new."""
         self.problem = ""
         try:
-            for lines in self.tail.read():
-                self._begin_if_new()
+            for lines in self.read():
                 self.take(lines)
         except FileNotFoundError:
             pass  # not written yet
         except OSError as error:
-            self.problem = f"{self.tail.path.name}: {error.strerror or error}"
-        self._begin_if_new()  # a file that was cut to nothing yields no lines
-        if num_bad := self.num_bad + self.tail.num_long:
-            self.problem = (
-                f"{self.tail.path.name}: {num_bad:,} lines are too long, or not readable"
-            )
+            self.problem = f"{self.path.name}: {error.strerror or error}"
+        if num_bad := self.num_bad + self.num_long:
+            self.problem = f"{self.path.name}: {num_bad:,} lines are too long, or not readable"
 
-    def _begin_if_new(self) -> None:
-        if self.tail.generation != self._generation:
-            self._generation, self.num_bad = self.tail.generation, 0
-            self.begin()
+    def _begin(self, status: os.stat_result) -> None:
+        super()._begin(status)
+        self.num_bad = 0
+        self.begin()
 
 
 class RowFile(LineFile):

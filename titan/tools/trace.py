@@ -1,11 +1,11 @@
-"""Analysis of a trace of torch's profiler: the time of a step by kind of work and by module.
+"""Analysis of a trace of torch's profiler: the time of a step by kind of work, and the place of each instant.
 
-    intervals   busy times of the hardware: kernels of a GPU's streams; on a CPU each operator's self time,
-                when it was the innermost event of its thread
-    place       the module whose range (profiler.py) encloses the operator, or for a kernel the operator that launched
-                it; a backward operator belongs to the forward operator that the profiler links it to
-    sweep       at each instant the step's time goes to the work under way, in even shares; to communication only while
-                no work runs (exposed); to the host while neither runs. So the parts add up to the step
+    ranges      busy times of the hardware: kernels of a GPU's streams; on a CPU each operator, while it is the innermost
+                event of its thread
+    place       the module whose range (profiling_hook.py) encloses the operator, or for a kernel the operator that launched
+                it; a backward node belongs to the forward operator of its sequence number
+    sweep       each instant of the step goes to the work that began first; to communication only while no work runs
+                (exposed); to the host while neither runs. So the parts add up to the step
 
 The module imports no torch, so that it answers at once. Integers are nanoseconds.
 """
@@ -13,30 +13,29 @@ The module imports no torch, so that it answers at once. Integers are nanosecond
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
+from titan.base.untrusted import InputError
 from titan.observe.step_parts import COMMUNICATION, HOST, MODULE, PARTS
 
-from .trace_kinds import kind_of_kernel, kind_of_operator, surroundings
+from .trace_kinds import CARRIED, HOOK, kind_of_kernel, kind_of_operator, surroundings
 
-ELSEWHERE = "(elsewhere)"
-PHASES = ("forward", "recompute", "backward")
+BACKWARD, RECOMPUTED = "backward", "recomputed"
 _NODE = "autograd::engine::evaluate_function"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 MAX_EVENTS = 2_000_000  # they take 2 GB
 _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
+_NUMBER = "Sequence number"
+_DETAILS = (_NUMBER, "Input Dims", "Input type", "Process Group Description")
+_LAST = {COMMUNICATION: 1, HOST: 2}  # in this order, while no work runs
+
 Record = dict[str, Any]
 """Event of a trace as its file has it."""
-
-
-class TooLarge(Exception):
-    """Error: a trace has more than MAX_EVENTS events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +48,9 @@ class TraceEvent:
         thread: process and thread.
         begin: start time.
         end: end time.
+        details: values of _DETAILS.
         parent: event that encloses it.
         module: name of its module, or "".
-        phase: item of PHASES, or "" outside forward and backward.
         within: surroundings (trace_kinds.py) of the event, its own included.
     """
 
@@ -60,123 +59,98 @@ class TraceEvent:
     thread: Any
     begin: int
     end: int
+    details: Record = field(default_factory=dict)
     parent: TraceEvent | None = None
     module: str = ""
-    phase: str = ""
     within: frozenset[str] = frozenset()
 
 
-class _Kernel(NamedTuple):
-    """Kernel of a GPU, and the id that it shares with its launch."""
-
-    begin: int
-    end: int
-    name: str
-    correlation: int | None
-
-
-class _Flow(NamedTuple):
-    """End of an arrow from a forward operator ("s") to a backward node ("f"), which have the same id."""
-
-    phase: str
-    number: int
-    place: tuple[Any, int]
+_NOWHERE = TraceEvent(
+    "", False, None, 0, 0
+)  # of idle time, and of kernels whose launch was not recorded
 
 
 class TimeRange(NamedTuple):
-    """Time in which the hardware worked for one of PARTS, at the place of `event`."""
+    """Time in which the hardware worked for one of PARTS.
+
+    Attributes:
+        begin: start time.
+        end: end time.
+        part: the part.
+        event: operator, or the launch of a kernel.
+        name: name of the operator or the kernel.
+        lane: thread of the host, or stream of the device.
+    """
 
     begin: int
     end: int
     part: str
     event: TraceEvent
+    name: str
+    lane: Any
 
 
 @dataclass
-class Report:
-    """Seconds of one step, the mean of num_steps.
+class Timeline:
+    """Time of a trace's steps, in which each instant belongs to one range.
 
     Attributes:
-        device: "gpu" or "cpu".
+        events: events of the host by their beginning, outer events first.
+        exclusive: busy and idle times of the hardware, in order, without gaps or overlaps.
         num_steps: steps of the trace.
-        step_s: seconds of a step.
-        parts_s: seconds by part. They add up to step_s.
-        communication_hidden_s: communication behind work, which is in no part.
-        calls: kernels or operators of a step, by part.
-        modules_s: seconds by module in the order of the forward pass, then by PHASES and
-            "total". The totals add up to step_s.
+        is_gpu: whether the work are kernels.
     """
 
-    device: str
+    events: list[TraceEvent]
+    exclusive: list[TimeRange]
     num_steps: int
-    step_s: float
-    parts_s: dict[str, float]
-    communication_hidden_s: float
-    calls: dict[str, float]
-    modules_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    is_gpu: bool
+
+    @property
+    def step_ms(self) -> float:
+        """Return the mean milliseconds of a step."""
+        return (self.exclusive[-1].end - self.exclusive[0].begin) / self.num_steps / 1e6
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Return the seconds of a step by part."""
+        parts_s = dict.fromkeys(PARTS, 0.0)
+        for each in self.exclusive:
+            parts_s[each.part] += (each.end - each.begin) / self.num_steps / 1e9
+        return parts_s
 
 
-def analyse(raw: Iterable[Record]) -> Report:
+def analyse(raw: Iterable[Record]) -> Timeline:
     """Analyse the events of a trace, in the form of Chrome's format. They are read once and not kept.
 
     Args:
         raw: events of the trace.
 
     Returns:
-        Report of a step.
+        The time of its steps.
 
     Raises:
-        TooLarge: there are more than MAX_EVENTS events.
+        InputError: there are more than MAX_EVENTS events.
     """
-    events, by_correlation, kernels, flows = _sorted_out(raw)
-    self_times = _nest(events)
-    _find_places(events, links=_links(flows, events))
-    # For kernels whose launch was not recorded.
-    nowhere = TraceEvent("", False, None, 0, 0)
-    intervals = []
-    for kernel in kernels:
-        launch = by_correlation.get(kernel.correlation, nowhere)
-        part = kind_of_kernel(kernel.name, launch.within)
-        intervals.append(TimeRange(kernel.begin, kernel.end, part, launch))
-    # A trace of a CPU has no kernels: the operators' self times are the work.
-    is_gpu = bool(intervals)
-    calls = Counter(interval.part for interval in intervals)
-    if not is_gpu:
-        parts = {
-            e: kind_of_operator(e.name, e.within, is_operator=e.is_operator) for e in events
-        }
-        outer = [e for e in events if e.parent is None or COMMUNICATION not in e.parent.within]
-        calls = Counter(
-            parts[e] for e in outer
-        )  # a step of a collective is not a separate call
-        intervals = [TimeRange(start, stop, parts[e], e) for e, start, stop in self_times]
+    events, by_correlation, kernels = _sorted_out(raw)
+    _find_places(events)
+    ranges = []
+    for begin, end, name, stream, correlation in kernels:
+        launch = by_correlation.get(correlation, _NOWHERE)
+        part = kind_of_kernel(name, launch.within)
+        ranges.append(TimeRange(begin, end, part, launch, name, stream))
+    # The work of a CPU are its operators. Beside a GPU they say what an idle device waited for.
+    for event in events:
+        part = kind_of_operator(event.name, event.within, is_operator=event.is_operator)
+        part = HOST if kernels else part
+        span = event.begin, event.end
+        ranges.append(TimeRange(*span, part, event, event.name, event.thread))
     # The profiler marks each step. A trace without marks counts as one step.
     steps = [event for event in events if event.name.startswith("ProfilerStep#")]
     begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)
-    if is_gpu:  # the device finishes after the host
-        end = max(end, *(interval.end for interval in intervals))
-    times, hidden = _sweep(intervals, begin, end)
-    num_steps = len(steps) or 1
-    # From nanoseconds of all steps to seconds of one.
-    scale = 1e-9 / num_steps
-    report = Report(
-        device="gpu" if is_gpu else "cpu",
-        num_steps=num_steps,
-        step_s=(end - begin) * scale,
-        parts_s=dict.fromkeys(PARTS, 0.0),
-        communication_hidden_s=hidden * scale,
-        calls={part: calls[part] / num_steps for part in PARTS if part != HOST},
-        # Modules in the order in which they first ran.
-        modules_s={
-            name: dict.fromkeys([*PHASES, "total"], 0.0)
-            for name in dict.fromkeys([*(e.module for e in events if e.module), ELSEWHERE])
-        },
-    )
-    for (part, module, phase), time in times.items():
-        report.parts_s[part] += time * scale
-        for column in filter(None, (phase, "total")):
-            report.modules_s[module or ELSEWHERE][column] += time * scale
-    return report
+    if kernels:  # the device finishes after the host
+        end = max(end, *(each.end for each in ranges))
+    return Timeline(events, _exclusive(ranges, begin, end), len(steps) or 1, bool(kernels))
 
 
 def _span(record: Record) -> tuple[int, int]:
@@ -187,147 +161,97 @@ def _span(record: Record) -> tuple[int, int]:
 
 def _sorted_out(
     raw: Iterable[Record],
-) -> tuple[list[TraceEvent], dict[int | None, TraceEvent], list[_Kernel], list[_Flow]]:
+) -> tuple[list[TraceEvent], dict[Any, TraceEvent], list[Any]]:
     """Sort the records of a trace.
 
     Returns:
         The host's events by their beginning, outer events first; launches by correlation id;
-        kernels; flows.
+        begin, end, name, stream and correlation id of kernels.
     """
-    events, by_correlation, kernels, flows = [], {}, [], []
+    events, by_correlation, kernels = [], {}, []
     for record in raw:
-        category = record.get("cat")
-        correlation = record.get("args", {}).get("correlation")
+        category, details = record.get("cat"), record.get("args", {})
+        if category not in (*_KERNELS, *_ON_HOST) or record["ph"] != "X":
+            continue
+        correlation = details.get("correlation")
+        lane, name = (record.get("pid"), record.get("tid")), sys.intern(record["name"])
         if category in _KERNELS:
-            kernels.append(_Kernel(*_span(record), sys.intern(record["name"]), correlation))
-        elif category == "fwdbwd":
-            place = (record["pid"], record["tid"]), _span(record)[0]
-            flows.append(_Flow(record["ph"], record["id"], place))
-        elif category in _ON_HOST and record["ph"] == "X":
-            # Beginning and end of an event on a thread never cross, so nesting follows from times.
-            thread = (record["pid"], record["tid"])
-            name = sys.intern(record["name"])
-            event = TraceEvent(name, category == "cpu_op", thread, *_span(record))
+            kernels.append((*_span(record), name, lane, correlation))
+        else:
+            kept = {key: details[key] for key in _DETAILS if key in details}
+            event = TraceEvent(name, category == "cpu_op", lane, *_span(record), kept)
             events.append(event)
-            if correlation is not None:
-                by_correlation[correlation] = event
+            by_correlation[correlation] = event
         # Checked while reading, before memory runs out.
-        if len(events) + len(kernels) + len(flows) > MAX_EVENTS:
-            raise TooLarge
+        if len(events) + len(kernels) > MAX_EVENTS:
+            text = f"more than {MAX_EVENTS:,} events: record fewer steps: profiling.profiler_active"
+            raise InputError(text)
+    by_correlation.pop(None, None)
     # An outer event begins no later and ends no earlier than its inner events.
     events.sort(key=lambda event: (event.begin, -event.end))
-    return events, by_correlation, kernels, flows
+    return events, by_correlation, kernels
 
 
-def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
-    """Set each event's parent. Return the stretches in which an event was the innermost of its thread."""
-    stretches = []
-    stacks = defaultdict[Any, list[TraceEvent]](list)
-    since: dict[Any, int] = {}  # time up to which a thread's time is distributed
-
-    def advance(thread: Any, to: int) -> None:
-        stack = stacks[thread]
-        # Give the time up to `to` to the events on the stack, innermost first, and drop ended events.
-        while stack and since[thread] < to:
-            event = stack[-1]
-            until = min(event.end, to)
-            if until > since[thread]:
-                stretches.append((event, since[thread], until))
-                since[thread] = until
-            if event.end <= to:
-                stack.pop()
-
-    for event in events:
-        advance(event.thread, event.begin)
-        stack = stacks[event.thread]
-        event.parent = stack[-1] if stack else None
-        stack.append(event)
-        since[event.thread] = event.begin
-    for thread, stack in stacks.items():
-        advance(thread, max(event.end for event in stack))
-    return stretches
-
-
-def _links(flows: list[_Flow], events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
-    """Map each backward node to its forward operator, by the profiler's flow events."""
-    # If several events begin together, the innermost comes last.
-    at = {(event.thread, event.begin): event for event in events if event.is_operator}
-    forward, links = {}, {}
-    for flow in sorted(flows, key=lambda flow: flow.phase, reverse=True):  # "s", then "f"
-        event = at.get(flow.place)
-        if flow.phase == "s":
-            forward[flow.number] = event
-        elif event is not None and (source := forward.get(flow.number)) is not None:
-            # The link belongs to the autograd node, which may enclose the operator that the flow
-            # points at.
-            is_inner = event.parent is not None and event.parent.name.startswith(_NODE)
-            links[event.parent if is_inner else event] = source
-    return links
-
-
-def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent]) -> None:
-    """Set module, phase and surroundings of each event. Parents come before children, forward before backward."""
+def _find_places(events: list[TraceEvent]) -> None:
+    """Set parent, module and surroundings of each event. Parents come before children, forward before backward."""
     newest: dict[Any, str] = {}  # module of each thread's last backward node
+    forward: dict[
+        int, TraceEvent
+    ] = {}  # newest operator of each sequence number: it has made the node
+    stacks = defaultdict[Any, list[TraceEvent]](list)
     for event in events:
-        if event.parent is not None:
+        number, stack = event.details.pop(_NUMBER, None), stacks[event.thread]
+        while stack and stack[-1].end <= event.begin:
+            stack.pop()
+        if stack:
             # The enclosing event decides, unless the event itself has a place.
-            event.module, event.phase = event.parent.module, event.parent.phase
-            event.within = event.parent.within
+            parent = event.parent = stack[-1]
+            event.module, event.within = parent.module, parent.within
+            event.details = parent.details | event.details
+        stack.append(event)
         if kind := surroundings(event.name, is_operator=event.is_operator):
             event.within |= {kind}
-        if event.name.startswith(MODULE):
+        if event.name.startswith((MODULE, HOOK)):
             event.module = event.name.removeprefix(MODULE)
             # A module that runs within the backward pass is recomputed (activation checkpointing).
-            event.phase = "recompute" if event.phase in ("backward", "recompute") else "forward"
-        # torch names the range of an optimizer's step.
-        elif event.name.startswith("Optimizer."):
-            event.module, event.phase = "optimizer", ""
-        elif event in links or event.name.startswith(_NODE):
-            event.phase = "backward"
-            # A node without a link adds up a gradient of the node before it.
-            source = links.get(event)
-            event.module = source.module if source else newest.get(event.thread, event.module)
+            if BACKWARD in event.within:
+                event.within |= {RECOMPUTED}
+        elif kind == "optimizer":
+            event.module = kind
+        elif event.name.startswith(_NODE):
+            event.within |= {BACKWARD}
+            event.module = newest.get(event.thread, event.module)
+            # A node without a number adds up a gradient of the node before it.
+            if source := forward.get(number):
+                event.module = source.module
+                event.within |= source.within & CARRIED
             newest[event.thread] = event.module
+        elif number is not None:
+            forward[number] = event
 
 
-def _sweep(
-    intervals: list[TimeRange], begin: int, end: int
-) -> tuple[dict[tuple[str, str, str], float], int]:
-    """Distribute the time of the steps over the intervals.
-
-    Returns:
-        Time by (part, module, phase), which adds up to end - begin, and the time of hidden
-        communication.
-    """
+def _exclusive(ranges: list[TimeRange], begin: int, end: int) -> list[TimeRange]:
+    """Give each instant from `begin` to `end` to one range: to work, else to communication, else to the host."""
     edges = []
-    for number, interval in enumerate(intervals):
+    for number, each in enumerate(ranges):
         # Cut off time outside the step.
-        start, stop = max(interval.begin, begin), min(interval.end, end)
+        start, stop = max(each.begin, begin), min(each.end, end)
         if start < stop:
             edges += [(start, number), (stop, number)]
-    # Between two edges the set of running intervals does not change, so distribute each stretch at once.
-    times = defaultdict[tuple[str, str, str], float](float)
-    work: dict[int, TimeRange] = {}
-    communication: dict[int, TimeRange] = {}
-    host: dict[int, TimeRange] = {}
-    now, hidden = begin, 0
-    # A last edge at the end, for the stretch after the last interval.
+    # Between two edges the running ranges do not change, so each stretch has one owner.
+    running: dict[int, TimeRange] = {}
+    exclusive, now = [], begin
+    idle = TimeRange(begin, end, HOST, _NOWHERE, "", None)
+    # A last edge at the end, for the stretch after the last range.
     for at, number in [*sorted(edges), (end, -1)]:
-        elapsed, now = at - now, at
-        if elapsed and work:
-            for one in work.values():
-                times[one.part, one.event.module, one.event.phase] += elapsed / len(work)
-            hidden += elapsed if communication else 0
-        elif elapsed:
-            # gloo's threads know no module, but the main thread waits for them in a module.
-            there = chain(communication.values(), host.values())
-            module, phase = next(
-                ((i.event.module, i.event.phase) for i in there if i.event.module), ("", "")
+        if now < at:
+            # The innermost event of a thread began last.
+            innermost = {each.lane: each for each in running.values()}
+            owner = min(
+                innermost.values(), key=lambda each: _LAST.get(each.part, 0), default=idle
             )
-            times[COMMUNICATION if communication else HOST, module, phase] += elapsed
-        if number >= 0:
-            interval = intervals[number]
-            active = {COMMUNICATION: communication, HOST: host}.get(interval.part, work)
-            if active.pop(number, None) is None:  # its first edge
-                active[number] = interval
-    return dict(times), hidden
+            exclusive.append(owner._replace(begin=now, end=at))
+            now = at
+        if running.pop(number, None) is None and number >= 0:  # its first edge
+            running[number] = ranges[number]
+    return exclusive

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Set
+from functools import cache
 
 from titan.observe.step_parts import COMMUNICATION, HOST
 
@@ -22,6 +23,29 @@ _GENERATED = re.compile(
 _GEMM = re.compile(r"gemm|gemv|nvjet|matmul|cutlass|xmma|splitk|_mm_|_mm\b|triton_tem_", re.I)
 _COPY = re.compile(r"mem(cpy|set)|copy|catarray|chunk_cat|fillfunctor|fill_kernel", re.I)
 _CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy too, to torch
+
+# Kinds of the events within an event, and the beginning of its name.
+HOOK, LOADER, COLLECTION = "titan hook ", "titan loader", "titan gc"
+CHECKPOINT, COMPILATION, SYNC = "checkpoint", "compilation", "sync"
+MATH, NORM, LOG = "math", "fused norm", "log"
+_SURROUNDINGS = {
+    COMMUNICATION: f"(?i).*({_COMMUNICATION.pattern})",
+    "optimizer": r"Optimizer\.",
+    "cast": r"aten::_to_copy$",
+    MATH: r"aten::_scaled_dot_product_attention_math$",
+    SYNC: re.compile(
+        r"aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal)$|cuda\w+Synchronize$"
+    ),
+    COMPILATION: r".*\(dynamo_timed\)$",
+    COLLECTION: rf"{COLLECTION}|.*\bcollect of gc",
+    LOADER: rf"{LOADER}|enumerate\(DataLoader\)",
+    NORM: r"aten::(_fused_rms|rms|native_layer|layer)_norm$",
+    CHECKPOINT: f"{HOOK}Checkpointing",
+    LOG: f"{HOOK}Metrics",
+    HOOK: re.compile(HOOK),
+}
+
+CARRIED = {MATH, NORM}  # from a forward operator to its backward node
 
 # Aten's operators, as whole names.
 _PRODUCT = re.compile(
@@ -36,6 +60,7 @@ _BOOKKEEPING = re.compile(
 )
 
 
+@cache
 def surroundings(name: str, *, is_operator: bool) -> str:
     """Return the kind that an event gives to all events within it.
 
@@ -44,15 +69,13 @@ def surroundings(name: str, *, is_operator: bool) -> str:
         is_operator: whether it is an operator of torch.
 
     Returns:
-        "optimizer", "attention", "cast", COMMUNICATION, or "" for none.
+        A key of _SURROUNDINGS, "attention", or "" for none.
     """
-    if _COMMUNICATION.search(name):
-        return COMMUNICATION
-    if name.startswith("Optimizer."):
-        return "optimizer"
-    if is_operator and _ATTENTION.search(name):  # a module may have such a name, too
-        return "attention"
-    return "cast" if name == "aten::_to_copy" else ""
+    for kind, pattern in _SURROUNDINGS.items():
+        if re.match(pattern, name):
+            return kind
+    # A module may have such a name, too.
+    return "attention" if is_operator and _ATTENTION.search(name) else ""
 
 
 def kind_of_kernel(name: str, within: Set[str]) -> str:

@@ -164,7 +164,7 @@ class RunReader:
         self.events.update()
         self._problems = [*filter(None, (self.metrics.problem, self.events.problem))]
         # A client with rows of an earlier generation starts over.
-        if generation != self.metrics.tail.generation:
+        if generation != self.metrics.generation:
             since = 0
         rows = self.metrics.since(since)
         if rows is None:
@@ -180,7 +180,7 @@ class RunReader:
         seconds = max(accounts, key=lambda parts: sum(parts.values()), default={})
         return {
             "name": self.name,
-            "generation": self.metrics.tail.generation,
+            "generation": self.metrics.generation,
             "since": since,
             "total": self.metrics.thin.count,
             "rows": [[number(row.get(c)) for c in (*COLUMNS, *self._tasks)] for row in rows],

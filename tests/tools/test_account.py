@@ -1,0 +1,214 @@
+"""The account of lost time: figures of traces made by hand, and the first cause of runs that are slow on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import profile, record_function
+
+from tests.support.commands import Shell, command
+from tests.support.profiler_traces import Trace, adds_up, step_trace
+from tests.support.ranks import Pool
+from tests.support.slow_hooks import Slow
+from tests.support.trainers import PoolTrainer, Trainer, run_to_end
+from titan.config.load import load_from_argv
+from titan.config.toml import tomllib
+from titan.run.standard_hooks import standard_hooks
+from titan.tools.account import CHANGES, account, page
+from titan.tools.trace import analyse
+
+main = command("profile")
+TABLE = tomllib.loads(
+    (Path(__file__).parents[2] / "scripts/bench/lost_time.toml").read_text(encoding="utf-8")
+)
+FIRST = {
+    "fp32 products in a bf16 job": "fp32",
+    ".item() for each token": "sync",
+    "a norm by hand": "norm",
+    "batches of one sequence": "batch",
+    "a slow loader": "titan loader",
+    "a slow rank": "rank",
+    "the math kernel of SDPA": "math",
+    "garbage collection in each step": "titan gc",
+    "recompilation in each step": "compilation",
+    "a row in each step": "log",
+    "a checkpoint in each step": "checkpoint",
+}
+
+
+def sums_of(facts: dict[str, Any]) -> dict[str, float]:
+    """Return the milliseconds of each cause that has some, after a check that all figures add up."""
+    sums = {cause: sum(places.values()) for cause, places in facts["lost_ms"].items()}
+    lost_ms = sum(sums.values()) + facts["unattributed_ms"]
+    assert facts["reference_ms"] + lost_ms == pytest.approx(facts["step_ms"], abs=1e-9)
+    assert [*sums.values()] == sorted(sums.values(), reverse=True)
+    return {cause: ms for cause, ms in sums.items() if ms}
+
+
+def account_of(*traces: Trace, rows: Any = (), simulated: Any = None) -> dict[str, Any]:
+    timelines = {f"rank-{n}": analyse(trace.events) for n, trace in enumerate(traces)}
+    assert all(map(adds_up, timelines.values()))
+    return account(timelines, rows, tokens=1000, simulated=simulated)
+
+
+def product(trace: Trace, begin: float, end: float, dtype: str, size: int) -> None:
+    shapes = {"Input Dims": [[size, 100], [100, 100]], "Input type": [dtype, dtype]}
+    trace.op("aten::mm", begin, end, **shapes)
+
+
+def example() -> Trace:
+    """The step of the module's docstring; its milliseconds are microseconds times 1000."""
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 100_000)
+    t.range("titan hook Slow.before_forward", 0, 30_000)
+    t.range("compile_inner (dynamo_timed)", 5_000, 25_000)
+    t.range("titan: layers.0.norm", 30_000, 50_000)
+    for number, name in enumerate(("sub", "pow", "mean")):
+        t.op(f"aten::{name}", 30_000 + 4_000 * number, 34_000 + 4_000 * number)
+    t.op("aten::mul", 42_000, 50_000)
+    product(t, 50_000, 80_000, "float", 1000)
+    product(t, 80_000, 90_000, "c10::BFloat16", 1000)
+    t.op("aten::item", 90_000, 100_000)
+    return t
+
+
+def test_the_example_of_the_docstring() -> None:
+    facts = account_of(example())
+    assert sums_of(facts) == pytest.approx(
+        {"compilation": 20, "titan hook ": 10, "norm": 12, "fp32": 20, "sync": 10}
+    )
+    assert facts["reference_ms"] == pytest.approx(28)
+    assert facts["unattributed_ms"] == pytest.approx(0)
+    assert facts["lost_ms"]["titan hook "].keys() == {"titan hook Slow.before_forward"}
+    lines = [*page(facts)]
+    assert lines[0] == "step 100.0 ms; 28.0 ms without the lost time"
+    assert lines[2].split() == ["0.0", "0.0%", "10,000", "measured"]
+    # 1,000 tokens in 100 - 20 ms.
+    assert lines[3].split()[:4] == ["20.0", "20.0%", "12,500", "recompilation:"]
+    assert lines[-1].split() == ["0.0", "0.0%", "10,000", "not", "attributed"]
+
+
+def test_nothing_above_three_percent() -> None:
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 100_000)
+    product(t, 0, 98_000, "float", 1000)
+    t.op("aten::item", 98_000, 100_000)
+    facts = account_of(t)
+    assert sums_of(facts) == {"sync": pytest.approx(2)}
+    assert "nothing above 3%" in [*page(facts)][3]
+
+
+def test_rows_tell_of_pauses_and_of_the_profilers_own_time() -> None:
+    """A traced step of 100 ms; the others take 99.9967, of which a row in ten waits, saves and is written."""
+    t = example()
+    t.events[-1]["name"] = "titan hook Metrics.step_end"
+    common = {"step_s": 0.0999967, "tokens_per_s": 2000 / 0.0999967, "data_wait_s": 0.004}
+    rows = [{"step": n, "checkpoint_s": 0.5} | common for n in (10, 20, 30)]
+    facts = account_of(t, rows=rows)
+    sums = sums_of(facts)
+    assert facts["tokens"] == pytest.approx(2000) and facts["step_ms"] == pytest.approx(
+        149.9967
+    )
+    assert sums["checkpoint"] == pytest.approx(50) and sums["titan loader"] == pytest.approx(4)
+    # The traced step has a row, and one in ten has one. Each of the eleven events took the profiler 0.3 us.
+    assert sums["log"] == pytest.approx((10 - 0.0003) / 10)
+
+
+def test_what_exceeds_the_simulated_step() -> None:
+    simulated = {"step_time_s": 3e-4, "comm": {"exposed_s": 3e-5}, "time": {"host_s": 2e-5}}
+    alone, facts = account_of(step_trace()), account_of(step_trace(), simulated=simulated)
+    more, less = sums_of(alone), sums_of(facts)
+    assert more["communication_exposed"] - less["communication_exposed"] == pytest.approx(0.03)
+    assert more["host_idle"] - less["host_idle"] == pytest.approx(0.02)
+    assert facts["reference_ms"] == pytest.approx(0.3)
+
+
+def test_causes_of_a_gpu() -> None:
+    trace = step_trace()
+    trace.op("aten::item", 330, 900)
+    facts = account_of(trace)
+    sums = {cause: ms * 1e3 for cause, ms in sums_of(facts).items()}
+    # The call waits for a copy, and the device is idle from 880 to 900. Before its first kernel the host is late.
+    assert sums == pytest.approx(
+        {"host_idle": 97, "communication_exposed": 83, "recomputed": 100, "sync": 40}
+    )
+    places = facts["lost_ms"]["communication_exposed"]
+    assert places["mesh_dp_shard"] == pytest.approx(0.033)
+    assert facts["reference_ms"] == pytest.approx(0.66)
+
+
+def test_a_rank_that_others_wait_for() -> None:
+    slow = step_trace()
+    slow.events = [e for e in slow.events if "ReduceScatter" not in e["name"]]
+    facts = account_of(step_trace(), slow)
+    assert facts["lost_ms"]["rank"] == {"rank-1": pytest.approx(0.05)}
+    assert sums_of(facts)["communication_exposed"] == pytest.approx(0.033)
+    assert sums_of(facts)["unpinned"] == pytest.approx(0.02)
+    # Its own account does not blame it.
+    assert "rank" not in sums_of(account_of(slow, step_trace()))
+
+
+def test_the_trace_of_another_program(tmp_path: Path, shell: Shell) -> None:
+    """Any job of PyTorch, without a run folder: the cost of its own ranges and of its .item()."""
+    x = torch.ones(64, 64)
+    with profile(record_shapes=True) as recorded:
+        with record_function("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+            for _ in range(300):
+                x.clone()
+        for _ in range(5000):
+            x[0, 0].item()
+    recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+    facts = json.loads(shell(f"profile {tmp_path}/trace.json --tokens 64 --json").out)
+    sums = sums_of(facts)
+    assert facts["tokens"] == 64 and {"sync", "titan loader"} <= {*sums}
+    assert next(iter(sums)) == "sync"
+    assert "waits for the device" in shell(f"profile {tmp_path}/trace.json").out
+
+
+# ---- runs that are slow on purpose -----------------------------------------------------------------
+
+
+def train_slowly(folder: Path, name: str, trainer_class: Any = Trainer) -> None:
+    row = TABLE["row"][name]
+    (folder / "job.toml").write_text(TABLE["job"])
+    keys = [*row.get("both", []), *row.get("slow", []), f"job.dump_folder={folder}"]
+    os.environ |= {"SLOW": "", "SLOW_S": "0.02"} | row.get("env", {})
+    config = load_from_argv([str(folder / "job.toml"), *map("--{}".format, keys)])
+
+    def hooks(trainer: Any) -> list[Any]:
+        return sorted([*standard_hooks(trainer), Slow(trainer)], key=lambda h: h.priority)
+
+    run_to_end(trainer_class(config, hooks=hooks))
+
+
+def named_first(folder: Path, shell: Shell) -> str:
+    return next(iter(sums_of(json.loads(shell(f"profile {folder} --json").out))))
+
+
+@pytest.mark.parametrize("name", [name for name in FIRST if name != "a slow rank"])
+def test_the_slowness_is_named_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+) -> None:
+    for variable in ("SLOW", "SLOW_S"):
+        monkeypatch.setenv(variable, "")
+    train_slowly(tmp_path, name)
+    torch._dynamo.reset()
+    assert named_first(tmp_path, shell) == FIRST[name]
+
+
+def train_in_pool(folder: Path) -> None:
+    train_slowly(folder, "a slow rank", PoolTrainer)
+
+
+def test_a_slow_rank_is_named_first(pool: Pool, tmp_path: Path, shell: Shell) -> None:
+    pool.run(2, train_in_pool, tmp_path)
+    assert named_first(tmp_path, shell) == "rank"
+
+
+def test_each_row_of_the_benchmark_has_its_cause() -> None:
+    assert FIRST.keys() == TABLE["row"].keys() and {*FIRST.values()} <= CHANGES.keys()

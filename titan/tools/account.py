@@ -1,0 +1,216 @@
+"""The account of lost time (`titan profile RUN --account`): what a step's time was lost to, and the change that brings it back.
+
+Each instant of the traced steps belongs to one time range (trace.py), and each range to one cause, so nothing counts twice. If several
+causes apply, the first in CHANGES is taken: a compilation in a hook is a compilation. An example, of one thread, in ms:
+
+    hook      [0 .. 30]                                        compile [5 .. 25], the rest of the hook: 10
+    norm      [30 .. 50]: subtract 4, square 4, mean 4, multiply 8     one kernel would take 8: 12 lost
+    products  [50 .. 90]: 30 in fp32, 10 in bf16 at 3 times the rate   20 lost of the 30
+    waits     [90 .. 100] within .item()                       10
+
+    compilation 20 + hook 10 + norm 12 + fp32 20 + wait 10 = 72 lost; the reference is 28 = 100 - 72
+
+The reference is what the trace shows itself: the longest operator of a norm, the rate of bf16, the rank that waits least. With --hardware it
+is the simulated step, and transfers and idle time are lost as far as they exceed the simulated ones. On a CPU, where the host is the
+device, its own time is lost only if more micro-batches than one repeat it. The profiler's own time is taken
+out for each event. What is left of the difference is one line: not attributed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from titan.base.rows import Row
+from titan.observe.step_parts import COMMUNICATION, HOST, MODULE
+
+from .trace import BACKWARD, RECOMPUTED, Record, Timeline, TimeRange, TraceEvent
+from .trace_kinds import (
+    CHECKPOINT,
+    COLLECTION,
+    COMPILATION,
+    HOOK,
+    LOADER,
+    LOG,
+    MATH,
+    NORM,
+    SYNC,
+)
+
+UNPINNED, RANK, BATCH, HAND_NORM, FP32 = "unpinned", "rank", "batch", "norm", "fp32"
+CHANGES = {
+    COMPILATION: "recompilation: keep shapes and Python values of a step fixed",
+    COLLECTION: "garbage collection: leave it to a larger training.gc_freq",
+    LOADER: "waiting for data: prepare shards, read from a faster disk",
+    CHECKPOINT: "checkpoints: a larger checkpoint.interval, or async_mode",
+    SYNC: "waits for the device: read numbers at logged steps only",
+    LOG: "logging: a larger metrics.log_freq",
+    HOOK: "a hook: less work in it, or in fewer steps",
+    UNPINNED: "copies from pageable memory: pin it",
+    RANK: "a slow rank: its own account says why (--rank)",
+    COMMUNICATION: "exposed transfers: less of this axis, or more work beside it",
+    RECOMPUTED: "recomputation: keep more activations (activation_checkpoint)",
+    MATH: "attention of many kernels: what does its mask or dtype ask for?",
+    HAND_NORM: "norms of many kernels: F.rms_norm, F.layer_norm, or compile",
+    FP32: "matrix products in fp32: compute them in bf16",
+    BATCH: "small batches: a larger training.local_batch_size",
+    HOST: "the host is late: compile, or larger batches",
+}
+_AFTER_WAIT = 100_000  # ns: the device is empty after a wait, so idle time that begins so soon is due to it
+_EVENT_MS = 0.0015  # that an event takes the profiler, at most
+Times: Any = Counter  # of milliseconds by name; its stub knows whole numbers only
+_SMALL = 10_000  # ns: work that is so short takes about as long for a larger batch
+_LEAST = 0.03  # share of a step
+
+
+def account(
+    timelines: dict[str, Timeline], rows: Sequence[Row], *, tokens: float, simulated: Any
+) -> Record:
+    """Return the account of a rank.
+
+    Args:
+        timelines: traces of the step by rank, this rank's first.
+        rows: rows of metrics after the first, if there are some.
+        tokens: tokens of a step, if there are no rows; 0: unknown.
+        simulated: facts of `titan sim`, or None.
+
+    Returns:
+        Milliseconds of the step, of its reference, of each cause by place, the largest first, and of the rest. They add up.
+    """
+    name, *_ = timelines
+    timeline = timelines[name]
+    step, per_event, later = timeline.step_ms, 0.0, rows[len(rows) // 2 :]
+
+    def mean(column: str) -> float:
+        return 1e3 * fmean(row[column] for row in later)
+
+    if later:
+        step = 1e3 * median(row["step_s"] for row in later)
+        tokens = median(row["step_s"] * row["tokens_per_s"] for row in later)
+        per_event = min(
+            max((timeline.step_ms - step) * timeline.num_steps / len(timeline.events), 0),
+            _EVENT_MS,
+        )
+    lost = _lost(timeline, per_event)
+    reference = lost.pop("").total()
+    if later:  # rows tell of the steps without a trace, too
+        every = rows[-1]["step"] / len(rows)
+        lost[CHECKPOINT] = Times(metrics=mean("checkpoint_s") / every)
+        lost[LOADER] = Times(metrics=mean("data_wait_s"))
+        step += lost[CHECKPOINT].total()
+        _reduce(lost[LOG], lost[LOG].total() * max(1 - timeline.num_steps / every, 0))
+    exposed = {rank: 1e3 * each.parts_s[COMMUNICATION] for rank, each in timelines.items()}
+    slowest = min(exposed, key=exposed.__getitem__)
+    lost[RANK][slowest] = exposed[name] - exposed[slowest]
+    _reduce(lost[COMMUNICATION], lost[RANK].total())
+    if simulated:
+        reference = 1e3 * simulated["step_time_s"]
+        _reduce(lost[COMMUNICATION], 1e3 * simulated["comm"]["exposed_s"])
+        _reduce(lost[HOST], 1e3 * simulated["time"]["host_s"])
+    causes = sorted(lost.items(), key=lambda item: -item[1].total())
+    return {
+        "step_ms": step,
+        "reference_ms": reference,
+        "tokens": tokens,
+        "lost_ms": {cause: dict(places.most_common()) for cause, places in causes},
+        "unattributed_ms": step - reference - sum(places.total() for _, places in causes),
+    }
+
+
+def page(facts: Record) -> Iterator[str]:
+    """Return the lines of an account for people."""
+    step_ms, lost_ms = facts["step_ms"], facts["lost_ms"]
+    sums = {cause: sum(places.values()) for cause, places in lost_ms.items()}
+    lines = [
+        (ms, f"{CHANGES[cause]} ({', '.join([*lost_ms[cause]][:2])})")
+        for cause, ms in sums.items()
+        if ms >= _LEAST * step_ms
+    ] or [(0, f"nothing above {_LEAST:.0%}")]
+    smaller = sum(ms for ms in sums.values() if ms < _LEAST * step_ms)
+    lines += [(smaller, "smaller causes"), (facts["unattributed_ms"], "not attributed")]
+    yield f"step {step_ms:,.1f} ms; {facts['reference_ms']:,.1f} ms without the lost time"
+    yield f"{'ms':>10}{'share':>8}{'tokens/s':>12} without it"
+    for ms, text in [(0, "measured"), *lines]:
+        tokens_per_s = facts["tokens"] / (step_ms - ms) * 1e3
+        yield f"{ms:>10,.1f}{ms / step_ms:>8.1%}{tokens_per_s:>12,.0f}  {text}"
+
+
+def _reduce(places: Any, ms: float) -> None:
+    """Scale the times of places, so that their sum is smaller, but not below 0."""
+    share = max(1 - ms / (places.total() or 1), 0)
+    for place in places:
+        places[place] *= share
+
+
+def _lost(timeline: Timeline, per_event: float) -> dict[str, Any]:
+    """Return the milliseconds of a step that were lost, by cause and place. The cause "" has what is left, the reference."""
+    starts = Counter(
+        event.name
+        for event in timeline.events
+        if event.name.startswith(MODULE) and BACKWARD not in event.within
+    )
+    batches = max(starts.values(), default=1) / timeline.num_steps
+    times = defaultdict[tuple[str, str], Any](Times)
+    synchronized = -_AFTER_WAIT
+    for each in timeline.exclusive:
+        ms = (each.end - each.begin) / 1e6 - per_event * (each.begin == each.event.begin)
+        cause = _cause(each, has_batches=batches > 1)
+        if cause == SYNC:
+            synchronized = each.end
+        elif each.part == HOST and each.begin < synchronized + _AFTER_WAIT:
+            cause = SYNC
+        times[cause, _where(each)][each.name] += max(ms, 0) / timeline.num_steps
+    as_bf16 = _share_of_bf16(timeline)
+    lost = defaultdict[str, Any](Times)
+    for (cause, where), names in times.items():
+        total = names.total()
+        kept = {
+            "": total,
+            BATCH: total / batches,
+            HOST: 0 if timeline.is_gpu else total,
+            HAND_NORM: max(names.values()),
+            MATH: max(names.values()),
+            FP32: total * as_bf16,
+        }.get(cause, 0)
+        lost[cause][where] += total - kept
+        lost[""][where] += kept
+    return lost
+
+
+def _cause(each: TimeRange, *, has_batches: bool) -> str:
+    """Return the key of CHANGES for a time range, or "" for work."""
+    within = {*each.event.within, each.part}
+    applies = {
+        UNPINNED: "Pageable" in each.name,
+        HAND_NORM: NORM not in within
+        and each.event.module.endswith("norm")
+        and each.part in ("elementwise", "copies"),
+        FP32: each.part == "matmul"
+        and each.event.details.get("Input type", [""])[0] == "float",
+        BATCH: has_batches and (each.part == HOST or each.end - each.begin < _SMALL),
+    }
+    return next((cause for cause in CHANGES if cause in within or applies.get(cause)), "")
+
+
+def _where(each: TimeRange) -> str:
+    """Return the place of a time range: the group of a transfer, a module or hook, or the call."""
+    backward = " backward" * (BACKWARD in each.event.within)
+    place = re.sub(r"\.\d+", ".*", each.event.module) + backward
+    return each.event.details.get("Process Group Description", place or each.name)
+
+
+def _share_of_bf16(timeline: Timeline) -> float:
+    """Return the share of the time of products in fp32 that bf16 takes for as many operations, by the trace's own rates."""
+    work, times = defaultdict[str, dict[TraceEvent, int]](dict), Counter[str]()
+    for each in timeline.exclusive:
+        matrices = [dims for dims in each.event.details.get("Input Dims", ()) if len(dims) > 1]
+        if each.part == "matmul" and len(matrices) > 1:
+            dtype = each.event.details["Input type"][0]
+            work[dtype][each.event] = math.prod(matrices[-2]) * matrices[-1][-1]
+            times[dtype] += each.end - each.begin
+    fp32, bf16 = (sum(work[d].values()) / (times[d] or 1) for d in ("float", "c10::BFloat16"))
+    return fp32 / max(fp32, bf16, 1e-9)
