@@ -191,9 +191,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no run folder"):
         audit(tmp_path, 1)
     run = _run(tmp_path / "run")
-    with pytest.raises(
-        InputError, match=r"neither a row of metrics nor a checkpoint of step 9; .* 7, 8"
-    ):
+    with pytest.raises(InputError, match="neither a row of metrics nor a checkpoint of step 9"):
         audit(run, 9)
 
 

@@ -256,7 +256,7 @@ class Loader(Generic[B]):
         numbers -= 0 if part is None else part.first
         batch = self._collate(self.samples.get(numbers), first_sample=first)
         sources = self.samples.sources(numbers)
-        if sources is not None:
+        if sources is not None and isinstance(batch, TensorBatch):
             batch = batch.with_sources(torch.from_numpy(sources))
         if end is not None:
             batch.ignore_from(max(end - first, 0))

@@ -224,8 +224,8 @@ class TokenShards:
             DataError: no token marks where documents begin, or there are fewer of them.
         """
         firsts = [0, *accumulate(shard.documents for shard in self._shards)]
-        if (last := max(rows)) >= firsts[-1]:
-            raise DataError(f"there is no row {last}; they end at {firsts[-1] - 1}")
+        if max(rows) >= firsts[-1]:
+            raise DataError(f"there is no row {max(rows)}; they end at {firsts[-1] - 1}")
         spans = []
         for file, (first, end) in enumerate(pairwise(firsts)):
             # A document may begin in one file and end in the next.

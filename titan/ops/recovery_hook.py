@@ -83,12 +83,14 @@ class StepRecovery(Hook):
             self._require_finite(
                 StepResult(trainer.step, first_sample, report, loss, grad_norm)
             )
-            raise SpikeError(f"{text}. {self._saved()}")
+            raise SpikeError(
+                f"{text}. {self._saved()}; see {trainer.audit_command(trainer.step)}"
+            )
         done = "TRAINED ON"
         if decision.action == StepAction.SKIP:
             self.skipped.add(trainer.step)
             done = "NO UPDATE BY THIS STEP"
-        trainer.announce(f"{text}. {done}")
+        trainer.announce(f"{text}. {done}; see {trainer.audit_command(trainer.step)}")
 
     def result(self, result: StepResult) -> None:
         """Check the results of a step.

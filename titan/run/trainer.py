@@ -173,8 +173,9 @@ class Trainer(RunProgress):
             if self.is_void:  # the run continues from an earlier step
                 return
         flags = {hook: hook.flags() for hook in self.hooks}
-        agreed = self._max_over_ranks(flags)
-        scalars = AsyncScalars([report.loss, report.grad_norm, agreed, *report.groups])
+        scalars = AsyncScalars(
+            [report.loss, report.grad_norm, self._max_over_ranks(flags), *report.groups]
+        )
         self.pending.append(
             StepResult(step, first_sample, report, scalars=scalars, flags=flags)
         )

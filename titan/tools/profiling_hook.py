@@ -105,10 +105,10 @@ class Profiling(Hook):
     def close(self) -> None:
         """Stop the recording. An incomplete trace is not written."""
         self._remove_ranges()
-        if self.profile is not None:
-            # stop() would write an incomplete trace.
-            self.profile.on_trace_ready = None
-            self.profile.stop()
+        # stop() would write an incomplete trace.
+        recording, self.profile = self.profile, None
+        if recording is not None:
+            recording.stop()
 
     def _next(self) -> ProfilerAction:
         """Return the action in the next step. Schedules count from 0, and steps from 1."""
@@ -142,6 +142,8 @@ class Profiling(Hook):
         self.ranges = []
 
     def _write_trace(self, recording: profile) -> None:
+        if self.profile is None:
+            return
         write = lambda path: recording.export_chrome_trace(str(path))  # noqa: E731
         self._write(
             f"{self.section.save_traces_folder}/step-{{}}/rank-{{}}.json.gz",

@@ -86,6 +86,16 @@ class LinearAttention(Bordered):
         return borders.join(out, dim=2)
 
 
+def _from_state(
+    both: tuple[Tensor, Tensor], state: Any, v_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return output and last state that begin with a state, from those of zeros and the linear map beside them."""
+    last = both[1]
+    before = state(last[..., :v_size], last[..., v_size:])
+    out, last = (x[..., :v_size] + x[..., v_size:] @ before.to(x.dtype) for x in both)
+    return out, last
+
+
 def linear_attention(
     q_BGSK: Tensor,
     k_BGSK: Tensor,
@@ -129,10 +139,7 @@ def linear_attention(
             starts_BS=starts_BS,
             state=unit.expand(*v_BHSV.shape[:2], -1, -1),
         )
-        last = both[1]
-        before = state(last[..., :v_size], last[..., v_size:])
-        out, last = (x[..., :v_size] + x[..., v_size:] @ before.to(x.dtype) for x in both)
-        return out, last
+        return _from_state(both, state, v_size)
     factor = k_size**-0.5 if scale is None else scale
     if has_kernel(q_BGSK, v_BHSV, gates, betas_BHS):
         given = (q_BGSK, k_BGSK, v_BHSV, gates, betas_BHS)

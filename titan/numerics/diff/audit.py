@@ -68,7 +68,7 @@ class Audit:
         limits: for each kind of tensor, the largest change that may be rounding.
         due: steps that have a row of metrics, as far as the run's job tells.
         starts: steps from which the run was started again.
-        documents: rows and lines of documents.json (titan/contrib/rows), if they were asked for.
+        documents: rows and lines of documents.json, if they were asked for.
     """
 
     step: int
