@@ -106,8 +106,6 @@ class Profiling(Hook):
         """Stop the recording. An incomplete trace is not written."""
         self._remove_ranges()
         if self.profile is not None:
-            # stop() would write an incomplete trace.
-            self.profile.on_trace_ready = None
             self.profile.stop()
 
     def _next(self) -> ProfilerAction:
@@ -142,12 +140,11 @@ class Profiling(Hook):
         self.ranges = []
 
     def _write_trace(self, recording: profile) -> None:
+        if not self.ranges:  # `close` has cut the trace short
+            return
+        name = f"{self.section.save_traces_folder}/step-{{}}/rank-{{}}.json.gz"
         write = lambda path: recording.export_chrome_trace(str(path))  # noqa: E731
-        self._write(
-            f"{self.section.save_traces_folder}/step-{{}}/rank-{{}}.json.gz",
-            write,
-            "see `titan profile`",
-        )
+        self._write(name, write, "see `titan profile`")
 
     def _write_snapshot(self, suffix: str = "") -> None:
         name = f"{self.section.save_memory_snapshot_folder}/step-{{}}{suffix}/rank-{{}}.pickle"
