@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.observe.step_parts import COMMUNICATION, HOST
-from titan.tools.trace import BACKWARD, RECOMPUTED, TraceTimeline
+from titan.tools.trace import BACKWARD, RECOMPUTED, TracedSteps
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -130,7 +130,7 @@ def step_trace(start: float = 0, *, late: float = 0) -> Trace:
     return t
 
 
-def calls(timeline: TraceTimeline) -> dict[str, float]:
+def calls(timeline: TracedSteps) -> dict[str, float]:
     """Return the kernels or operators of a step, by part. A step of a collective is not a separate call."""
     once = {each.event: each for each in timeline.exclusive}
     outer = [
@@ -144,7 +144,7 @@ def calls(timeline: TraceTimeline) -> dict[str, float]:
     return {part: count / timeline.num_steps for part, count in counts.items()}
 
 
-def modules_ms(timeline: TraceTimeline) -> dict[str, Any]:
+def modules_ms(timeline: TracedSteps) -> dict[str, Any]:
     """Return the milliseconds of a step in which a module's work ran, by module and phase."""
     found: dict[str, Any] = {}
     for each in timeline.exclusive:
@@ -156,7 +156,7 @@ def modules_ms(timeline: TraceTimeline) -> dict[str, Any]:
     return found
 
 
-def adds_up(timeline: TraceTimeline) -> bool:
+def adds_up(timeline: TracedSteps) -> bool:
     """Return whether the parts and the ranges without gaps make the step."""
     ends = [each.end for each in timeline.exclusive]
     begins = [each.begin for each in timeline.exclusive]

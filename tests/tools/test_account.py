@@ -130,10 +130,10 @@ def test_what_exceeds_the_simulated_step() -> None:
 
 def test_causes_of_a_gpu() -> None:
     trace = step_trace()
-    trace.op("aten::item", 330, 900)
+    trace.op("aten::item", 330, 890)
     facts = account_of(trace)
     sums = {cause: ms * 1e3 for cause, ms in sums_of(facts).items()}
-    # The call waits for a copy, and the device is idle from 880 to 900. Before its first kernel the host is late.
+    # The call waits for a copy, and the device is idle from 880 to 900, 10 us of them after it. Before its first kernel the host is late.
     assert sums == pytest.approx(
         {"host_idle": 97, "communication_exposed": 83, "recomputed": 100, "sync": 40}
     )

@@ -110,7 +110,8 @@ def test_hooks_and_the_loader_are_named(traced: Path) -> None:
     # A trace ends after the row of its step.
     [step] = [event for event in report.events if event.name.startswith("ProfilerStep")]
     [row] = [event for event in report.events if event.name == "titan hook Metrics.step_end"]
-    assert row.parent is step
+    [load] = [event for event in report.events if event.name == "titan loader"]
+    assert row.parent is step and load.begin < row.begin
 
 
 def test_the_command(traced: Path, shell: Shell) -> None:

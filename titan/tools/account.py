@@ -28,7 +28,7 @@ from typing import Any
 from titan.base.rows import Row
 from titan.observe.step_parts import COMMUNICATION, HOST, MODULE
 
-from .trace import BACKWARD, RECOMPUTED, Record, TimeRange, TraceEvent, TraceTimeline
+from .trace import BACKWARD, RECOMPUTED, Record, TimeRange, TracedSteps, TraceEvent
 from .trace_kinds import (
     CHECKPOINT,
     COLLECTION,
@@ -68,7 +68,7 @@ _LEAST = 0.03  # share of a step
 
 
 def account(
-    timelines: dict[str, TraceTimeline], rows: Sequence[Row], *, tokens: float, simulated: Any
+    timelines: dict[str, TracedSteps], rows: Sequence[Row], *, tokens: float, simulated: Any
 ) -> Record:
     """Return the account of a rank.
 
@@ -146,7 +146,7 @@ def _reduce(places: Any, ms: float) -> None:
         places[place] *= share
 
 
-def _lost(timeline: TraceTimeline, per_event: float) -> dict[str, Any]:
+def _lost(timeline: TracedSteps, per_event: float) -> dict[str, Any]:
     """Return the milliseconds of a step that were lost, by cause and place. The cause "" has what is left, the reference."""
     starts = Counter(
         event.name
@@ -203,7 +203,7 @@ def _where(each: TimeRange) -> str:
     return each.event.details.get("Process Group Description", place or each.name)
 
 
-def _share_of_bf16(timeline: TraceTimeline) -> float:
+def _share_of_bf16(timeline: TracedSteps) -> float:
     """Return the share of the time of products in fp32 that bf16 takes for as many operations, by the trace's own rates."""
     work, times = defaultdict[str, dict[TraceEvent, int]](dict), Counter[str]()
     for each in timeline.exclusive:

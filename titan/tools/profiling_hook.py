@@ -105,10 +105,8 @@ class Profiling(Hook):
     def close(self) -> None:
         """Stop the recording. An incomplete trace is not written."""
         self._remove_ranges()
-        # stop() would write an incomplete trace.
-        recording, self.profile = self.profile, None
-        if recording is not None:
-            recording.stop()
+        if self.profile is not None:
+            self.profile.stop()
 
     def _next(self) -> ProfilerAction:
         """Return the action in the next step. Schedules count from 0, and steps from 1."""
@@ -142,14 +140,11 @@ class Profiling(Hook):
         self.ranges = []
 
     def _write_trace(self, recording: profile) -> None:
-        if self.profile is None:
+        if not self.ranges:  # `close` has cut the trace short
             return
+        name = f"{self.section.save_traces_folder}/step-{{}}/rank-{{}}.json.gz"
         write = lambda path: recording.export_chrome_trace(str(path))  # noqa: E731
-        self._write(
-            f"{self.section.save_traces_folder}/step-{{}}/rank-{{}}.json.gz",
-            write,
-            "see `titan profile`",
-        )
+        self._write(name, write, "see `titan profile`")
 
     def _write_snapshot(self, suffix: str = "") -> None:
         name = f"{self.section.save_memory_snapshot_folder}/step-{{}}{suffix}/rank-{{}}.pickle"

@@ -91,7 +91,7 @@ class TimeRange(NamedTuple):
 
 
 @dataclass
-class TraceTimeline:
+class TracedSteps:
     """Time of a trace's steps, in which each instant belongs to one range.
 
     Attributes:
@@ -120,7 +120,7 @@ class TraceTimeline:
         return parts_s
 
 
-def analyse(raw: Iterable[Record]) -> TraceTimeline:
+def analyse(raw: Iterable[Record]) -> TracedSteps:
     """Analyse the events of a trace, in the form of Chrome's format. They are read once and not kept.
 
     Args:
@@ -150,7 +150,7 @@ def analyse(raw: Iterable[Record]) -> TraceTimeline:
     begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)
     if kernels:  # the device finishes after the host
         end = max(end, *(each.end for each in ranges))
-    return TraceTimeline(events, _exclusive(ranges, begin, end), len(steps) or 1, bool(kernels))
+    return TracedSteps(events, _exclusive(ranges, begin, end), len(steps) or 1, bool(kernels))
 
 
 def _span(record: Record) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 from titan.base.run_folder import CONFIG, RunFolder
 from titan.base.untrusted import InputError, Unpacked
 
-from .trace import Record, TraceTimeline, analyse
+from .trace import Record, TracedSteps, analyse
 
 # Bytes read at once; characters of one event, beyond which a file is no trace.
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
@@ -77,7 +77,7 @@ def _chosen(found: dict[int, Any], number: int | None, missing: str, default: An
     return number
 
 
-def read_trace(path: Path) -> TraceTimeline:
+def read_trace(path: Path) -> TracedSteps:
     """Read a trace file, event by event.
 
     Raises:

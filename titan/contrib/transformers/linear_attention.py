@@ -86,9 +86,7 @@ class LinearAttention(Bordered):
         return borders.join(out, dim=2)
 
 
-def _from_state(
-    both: tuple[Tensor, Tensor], state: Any, v_size: int
-) -> tuple[Tensor, Tensor]:
+def _from_state(both: tuple[Tensor, Tensor], state: Any, v_size: int) -> tuple[Tensor, Tensor]:
     """Return output and last state that begin with a state, from those of zeros and the linear map beside them."""
     last = both[1]
     before = state(last[..., :v_size], last[..., v_size:])
