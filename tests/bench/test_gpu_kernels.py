@@ -26,36 +26,10 @@ def book_of(script: Any, limit_s: float = 600) -> Any:
     return script.Book(torch.device("cpu"), time.monotonic() + limit_s)
 
 
-def test_a_kernel_has_a_figure_or_a_reason(
-    script: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [model, _], book = script.TINY, book_of(script)
-    script.attention_rows(model, book)
-    script.matmul_rows(model, book)
-    for name in ("flash forward", "flash backward"):
-        assert book.find(model, f"attention {name}").ms > 0
-    absent = book.find(model, "attention fa3 backward")
-    assert absent.ms is None and "flash_attn_interface" in absent.reason
-    # 2 x 128 tokens x 64 x (64 + 2 x 32)
-    joined = book.find(model, "q, k, v joined dX")
-    assert joined.flops == 2 * 128 * 64 * 128 and joined.ms > 0
-    assert f"| tiny | attention fa3 backward | - | {absent.reason} |" in capsys.readouterr().out
-
-
 def test_no_time_left(script: Any) -> None:
     [model, _], book = script.TINY, book_of(script, limit_s=-1)
     script.optimizer_rows(model, book)
     assert {row.reason for row in book.rows} == {"TimeoutError: no time left (--limit-s)"}
-
-
-def test_sizes(script: Any) -> None:
-    one, eight = script.MODELS
-    assert (one.sizes.num_params, eight.sizes.num_params) == (
-        1_498_482_688,
-        8_030_261_248 - 24 * 218_112_000,
-    )
-    assert eight.num_block_params == 218_112_000 and eight.sample_blocks == 1
-    assert eight.samples_of_step == pytest.approx(12.82, abs=0.01)
 
 
 def test_decisions_by_hand(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
