@@ -277,16 +277,6 @@ def test_a_kernel_that_the_hardware_has_not_is_refused() -> None:
         load_profile("a100-80g").with_attention("cudnn")
 
 
-def test_blocks_of_a_ring_add_up() -> None:
-    """Two ranks' share of a causal square: a causal block each, and one whole block."""
-    square = H100.kernel_s(attention(1, 32, 16384, 16384, causal=True))
-    causal = H100.kernel_s(attention(1, 32, 8192, 8192, causal=True))
-    whole = H100.kernel_s(attention(1, 32, 8192, 8192, causal=False))
-    assert 2 * causal + whole == pytest.approx(
-        square, rel=0.06
-    )  # whole blocks run a little faster
-
-
 def test_few_heads_leave_the_device_idle() -> None:
     few, many = (attention(1, heads, 1024, 1024, causal=True) for heads in (4, 256))
     per_head = [H100.kernel_s(few) / 4, H100.kernel_s(many) / 256]
