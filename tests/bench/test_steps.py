@@ -64,39 +64,6 @@ def test_torchtitan_trains(tmp_path: Path) -> None:
     assert "error" not in run and 7 < run["loss"] < 9 and len(run["windows"]) == 2
 
 
-def test_before_is_the_titan_of_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An earlier commit that trains is a row, and one that fails is an error."""
-    row = {
-        "step": 2,
-        "tokens_per_s": 8.0,
-        "memory_gib": 1.0,
-        "memory_active_gib": None,
-        "loss": 7.0,
-    }
-    works = f"open('metrics.jsonl', 'w').write({json.dumps(json.dumps(row))})"
-    for name, program in (("works", works), ("fails", "raise SystemExit('no such key')")):
-        (tmp_path / name / "titan").mkdir(parents=True)
-        (tmp_path / name / "titan/__init__.py").touch()
-        (tmp_path / name / "titan/train.py").write_text(program)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BEFORE", "works")
-    (run,) = runs(tmp_path / "works.json", "before", "--steps", "2")
-    assert run["contestant"] == "before" and run["tokens_per_s"] == 8.0
-    monkeypatch.setenv("BEFORE", "fails")
-    for _ in range(2):  # a failure of an earlier call is one, too
-        with pytest.raises(SystemExit, match="1"):
-            runs(tmp_path / "fails.json", "before", "--steps", "2")
-        assert "| before | no such key |" in capsys.readouterr().out
-    monkeypatch.setenv("BEFORE", "works")
-    (run,) = runs(tmp_path / "fails.json", "before", "--steps", "2", "--retry")
-    assert "error" not in run
-    monkeypatch.delenv("BEFORE")
-    assert not STEPS["main"]([*TINY, *f"--against before --json {tmp_path}/o".split()])
-    assert "before is left out: BEFORE names no folder" in capsys.readouterr().out
-
-
 def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     STEPS["main"]([*TINY, *f"--against bare --json {tmp_path}/o --limit-s 1".split()])
     assert "no time left" in capsys.readouterr().out
@@ -115,17 +82,10 @@ def test_the_job_of_a_variant(tmp_path: Path) -> None:
     assert (training.local_batch_size, training.seq_len, training.steps) == (2, 8192, 25)
     assert config.metrics.log_freq == 5 and not config.checkpoint.enable
     assert config.model.overrides == {"n_layers": 8, "tied_embeddings": False}
-    STEPS["write_job"](tmp_path, args, "eager")
+    STEPS["write_job"](tmp_path, args, "accumulate4+chunk8192")
     config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
+    assert config.training.global_batch_size == 8 and config.loss.chunk_tokens == 8192
     assert not config.compile.enable and config.activation_checkpoint.mode == "none"
-
-
-def test_accumulation_and_chunks(tmp_path: Path) -> None:
-    args = arguments("--model", "8B-blocks", "--batch", "1", "--against", "titan")
-    STEPS["write_job"](tmp_path, args, "compile+accumulate4+chunk8192")
-    config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
-    assert config.training.global_batch_size == 4 and config.training.local_batch_size == 1
-    assert config.loss.chunk_tokens == 8192
 
 
 def measured_by_gpu_sh() -> list[tuple[str, str, str]]:
@@ -219,8 +179,6 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         arguments("--variants", "compile+accumulate4")
     said = capsys.readouterr().err
     assert "accumulate4 is for before, titan, torchtitan, not for bare" in said
-    with pytest.raises(SystemExit):
-        arguments("--warm-up", "0")
     other = tmp_path / "out.json"
     other.write_text(json.dumps({"machine": {"device": "another"}, "runs": []}))
     with pytest.raises(SystemExit, match="name another file"):

@@ -338,19 +338,6 @@ def test_command_there_and_back(name: str, sources, tmp_path: Path, shell: Shell
     assert torch.equal(logits(again), logits(source))
 
 
-def test_the_checkpoints_of_a_run_that_keeps_them_elsewhere(
-    sources, tmp_path: Path, shell: Shell
-) -> None:
-    source, run = sources["qwen3", False], tmp_path / "run"
-    shell(f"convert from-hf {source} {run}")
-    (run / "checkpoint").rename(run / "elsewhere")
-    config = (run / "config.toml").read_text()
-    config = config.replace("[checkpoint]", '[checkpoint]\nfolder = "elsewhere"')
-    (run / "config.toml").write_text(config)
-    shell(f"convert to-hf {run} {tmp_path}/out")
-    assert_same(tensors_of(tmp_path / "out"), tensors_of(source))
-
-
 def write_tokenizer(folder: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +107,6 @@ def test_page_json_trace_and_html(tmp_path: Path, sim: Any) -> None:
 
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 2}
-    lanes: dict[tuple[int, int, bool], list[tuple[float, float]]] = {}
-    for e in events:
-        if e["ph"] == "X" and e["cat"] != "user_annotation":
-            span = (e["ts"], e["ts"] + e["dur"])
-            # On the host's lane a launch is within its operation.
-            lanes.setdefault((e["pid"], e["tid"], e["cat"] == "cuda_runtime"), []).append(span)
-    for spans in map(sorted, lanes.values()):
-        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
     assert "ncclDevKernel_AllGather(dp_shard layers.1)" in {e["name"] for e in events}
     # The counter misses only the cuBLAS workspace and the rounding of blocks.
     for rank in (0, 2):

@@ -280,6 +280,7 @@ def test_attention_that_selective_checkpointing_keeps_does_not_run_again(method:
 
 
 LARGER = {"n_layers": 4, "dim": 512}
+GATHERED_FLOAT8 = {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}}
 
 
 def offloaded_update(**sections: Any) -> tuple[JobConfig, list[Kernel]]:
@@ -308,12 +309,11 @@ def test_offloaded_parameters_are_the_hosts_work() -> None:
 @pytest.mark.parametrize("float8", [False, True])
 def test_offloaded_8_bit_moments_are_updated_on_the_host(float8: bool) -> None:
     """By a compiled update, and in the parameters themselves, from which torchao's wrapper is to be taken off there."""
-    settings = {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}}
     config, update = offloaded_update(
         model={"overrides": {**LARGER, "ffn_dim": 1024}}
         | ({"converters": ["float8"]} if float8 else {}),
         optimizer={"name": "AdamW8bit"},
-        quantize=settings if float8 else {},
+        quantize=GATHERED_FLOAT8 if float8 else {},
     )
     shard = config.model.sizes.num_params // 2
     # Weights and gradients in fp32, and two moments of a byte with a scale in fp32 for each 64.
@@ -326,7 +326,7 @@ def test_offloaded_matrices_are_the_hosts_work_under_muon() -> None:
     _, update = offloaded_update(
         model={"converters": ["float8"], "overrides": LARGER},
         optimizer={"name": "Muon"},
-        quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
+        quantize=GATHERED_FLOAT8,
     )
     products = [k for k in update if k.kind == "matmul"]
     # Five steps of Newton-Schulz, of three products each, of at least the smallest matrix.
