@@ -345,6 +345,7 @@ KINDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "run/checkpoint/step-7/titan.json": (STEP, JSON),
     "run/checkpoint/step-7/tensors.json": (STEP, JSON),
     "run/checkpoint/step-7/__0_0.distcp": (STEP, (*ANY, "bomb")),
+    "run/checkpoint/step-7/.metadata": (STEP, ("bomb",)),
     "model/config.json": (MODEL, (*JSON, "billion_layers", "no_heads")),
     "model/model.safetensors.index.json": (MODEL, JSON),
     "model/model.safetensors": ((write_single, convert), WEIGHTS),
@@ -388,7 +389,7 @@ def feed(kind: str, damage: str, home: Path) -> dict[str, Any]:
         "said": said.getvalue(),
         "bytes": _peak() - idle,
         "cpu_s": _cpu_s() - started,
-        "executed": (home / "executed").exists() or (top.parent / "executed").exists(),
+        "executed": any(home.rglob("executed")),
     }
 
 
