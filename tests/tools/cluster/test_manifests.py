@@ -107,18 +107,13 @@ def test_slurm(tmp_path: Path, shell: Shell) -> None:
     assert re.fullmatch(r"--rdzv-id=\d+-0-[0-9a-f]{32}", name), name
 
 
-def submitted(shell: Shell, folder: Path, options: str, *more: str) -> str:
-    """Return the script of a job in the run folder FOLDER/run."""
-    shell(f"slurm {JOB} {options} --job.dump_folder={folder}/run", *more)
-    return (folder / "run/job.sbatch").read_text()
-
-
 def test_the_container(tmp_path: Path, shell: Shell) -> None:
     """And a site's lines: behind the directives, of which they can be none, and before the settings, which win."""
     site = tmp_path / "site.sh"
     site.write_text(f"#SBATCH --nodes=7\nexport NCCL_DEBUG=INFO NPROC=9\nenv >{tmp_path}/said")
-    options = f"--nodes=1 --gpus-per-node=1 --setup={site} --mounts=/data:/data"
-    script = submitted(shell, tmp_path, options, "--container=a b.sqsh")
+    command = f"slurm {JOB} --nodes=1 --gpus-per-node=1 --setup={site} --mounts=/data:/data"
+    shell(f"{command} --job.dump_folder={tmp_path}/run", "--container=a b.sqsh")
+    script = (tmp_path / "run" / "job.sbatch").read_text()
     arguments_in(script, tmp_path)
     words = (tmp_path / "words").read_text().split("\0")
     mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data"
@@ -180,7 +175,8 @@ def test_a_job_runs_as_it_was_submitted(tmp_path: Path, shell: Shell) -> None:
 
 def test_further_options_go_to_sbatch(tmp_path: Path, shell: Shell) -> None:
     more = ["--sbatch=--qos=high", "--", "--exclude=n[3-4],n7", "--nice"]
-    script = submitted(shell, tmp_path, "--nodes=2 --gpus-per-node=0", *more)
+    shell(f"slurm {JOB} --nodes=2 --gpus-per-node=0 --job.dump_folder={tmp_path}/run", *more)
+    script = (tmp_path / "run/job.sbatch").read_text()
     lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     wanted = ["#SBATCH --qos=high", "#SBATCH --exclude=n[3-4],n7", "#SBATCH --nice"]
     assert [line for line in lines if line in wanted] == wanted
