@@ -42,6 +42,52 @@ ESCAPE = fuzz.ESCAPE.strip()  # into the clipboard, in colour, backwards
 # ---- damages ---------------------------------------------------------------------------------------
 
 
+# What a file may hold instead. It is made when a file needs it: some are large.
+CONTENTS: dict[str, Callable[[], bytes]] = {
+    "junk": lambda: random.Random(0).randbytes(100_000),
+    "deep": lambda: b"[" * 10_000_000,
+    "deep_tables": lambda: b'{"a":' * 2_000_000,
+    "wide": lambda: b"[" + b"[]," * 15_000_000 + b"[]]",
+    "endless_number": lambda: b'{"step": ' + b"9" * 5_000_000 + b"}",
+    "list_for_table": lambda: b"[1, null]",
+    "escape_keys": lambda: json.dumps({ESCAPE: ESCAPE, f"x\n{ESCAPE}": {ESCAPE: 1}}).encode(),
+    "long_header": lambda: (2**40).to_bytes(8, "little") + b"{}" + bytes(20_000),
+    "wide_header": lambda: with_length(b"{" + b'"a":[],' * 2_000_000 + b'"b":[]}'),
+    "deep_header": lambda: with_length(b"[" * 5_000_000),
+    "long_key": lambda: b'"a".' * 200_000 + b"b = 1\n",
+    "escaped_toml": lambda: (
+        b'[job]\n"x\\u001b]52;c;\\u0007" = "\\u001b[31m"\n[training]\nsteps = "\\u009b"\n'
+    ),
+}
+# What becomes of every leaf of a JSON file.
+LEAVES: dict[str, Callable[[Any], Any]] = {
+    "huge_numbers": lambda value: 10**30 if isinstance(value, int) else value,
+    "not_numbers": lambda value: float("nan") if isinstance(value, int | float) else value,
+    "negative": lambda value: -value - 1 if isinstance(value, int | float) else value,
+    "other_types": lambda value: [str(value)],
+    "escapes": lambda value: f"{value}{ESCAPE}" if isinstance(value, str) else value,
+}
+SIZES = {
+    "billion_layers": {"num_hidden_layers": 10**9},
+    "no_heads": {"num_attention_heads": 0},
+}
+
+
+def with_length(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+def damage_file(file: Path, damage: str) -> None:
+    if damage in CONTENTS:
+        file.write_bytes(CONTENTS[damage]())
+    elif damage in LEAVES:
+        change(file, LEAVES[damage])
+    elif damage in SIZES:
+        file.write_text(json.dumps(json.loads(file.read_text()) | SIZES[damage]))
+    else:
+        FUNCTIONS[damage](file)
+
+
 def truncated(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -53,56 +99,8 @@ def flipped(file: Path) -> None:
     file.write_bytes(data)
 
 
-def junk(file: Path) -> None:
-    file.write_bytes(random.Random(0).randbytes(100_000))
-
-
-def deep(file: Path) -> None:
-    file.write_bytes(b"[" * 10_000_000)
-
-
-def deep_tables(file: Path) -> None:
-    file.write_bytes(b'{"a":' * 2_000_000)
-
-
-def wide(file: Path) -> None:
-    file.write_bytes(b"[" + b"[]," * 15_000_000 + b"[]]")
-
-
 def sparse(file: Path) -> None:
     os.truncate(file, 2**36)
-
-
-def huge_numbers(file: Path) -> None:
-    change(file, lambda value: 10**30 if isinstance(value, int) else value)
-
-
-def endless_number(file: Path) -> None:
-    file.write_bytes(b'{"step": ' + b"9" * 5_000_000 + b"}")
-
-
-def not_numbers(file: Path) -> None:
-    change(file, lambda value: float("nan") if isinstance(value, int | float) else value)
-
-
-def negative(file: Path) -> None:
-    change(file, lambda value: -value - 1 if isinstance(value, int | float) else value)
-
-
-def other_types(file: Path) -> None:
-    change(file, lambda value: [str(value)])
-
-
-def list_for_table(file: Path) -> None:
-    file.write_text("[1, null]")
-
-
-def escapes(file: Path) -> None:
-    change(file, lambda value: f"{value}{ESCAPE}" if isinstance(value, str) else value)
-
-
-def escape_keys(file: Path) -> None:
-    file.write_text(json.dumps({ESCAPE: ESCAPE, f"x\n{ESCAPE}": {ESCAPE: 1}}))
 
 
 def fifo(file: Path) -> None:
@@ -139,26 +137,23 @@ def change(file: Path, what: Callable[[Any], Any]) -> None:
     file.write_text("\n".join(json.dumps(changed(json.loads(text))) for text in texts) + "\n")
 
 
-ANY = (truncated, flipped, junk, deep, wide, sparse, fifo, device, link_out, folder)
-JSON = (*ANY, deep_tables, huge_numbers, endless_number, not_numbers, negative, other_types)
-JSON = (*JSON, list_for_table, escapes, escape_keys)
+ANY = (
+    "truncated",
+    "flipped",
+    "junk",
+    "deep",
+    "wide",
+    "sparse",
+    "fifo",
+    "device",
+    "link_out",
+    "folder",
+)
+JSON = (*ANY, "deep_tables", "endless_number", *LEAVES, "list_for_table", "escape_keys")
 
 
 def bomb(file: Path) -> None:
     file.write_bytes(pickle.dumps(Bomb(file.parents[2] / "executed")))
-
-
-def long_header(file: Path) -> None:
-    file.write_bytes((2**40).to_bytes(8, "little") + b"{}" + bytes(20_000))
-
-
-def wide_header(file: Path) -> None:
-    body = b"{" + b'"a":[],' * 2_000_000 + b'"b":[]}'
-    file.write_bytes(len(body).to_bytes(8, "little") + body)
-
-
-def deep_header(file: Path) -> None:
-    file.write_bytes((5_000_000).to_bytes(8, "little") + b"[" * 5_000_000)
 
 
 def nan_weights(file: Path) -> None:
@@ -175,29 +170,22 @@ def escaped_names(file: Path) -> None:
     )
 
 
-WEIGHTS = (*ANY, long_header, wide_header, deep_header, nan_weights, escaped_names)
+WEIGHTS = (*ANY, "long_header", "wide_header", "deep_header", "nan_weights", "escaped_names")
 
 
-def billion_layers(file: Path) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 10**9}))
-
-
-def no_heads(file: Path) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 0}))
-
-
-def long_key(file: Path) -> None:
-    file.write_text('"a".' * 200_000 + "b = 1\n")
-
-
-def escaped_toml(file: Path) -> None:
-    file.write_text(
-        '[job]\n"x\\u001b]52;c;\\u0007" = "\\u001b[31m"\n[training]\nsteps = "\\u009b"\n'
-    )
-
-
-TOML = (truncated, flipped, junk, deep, deep_tables, sparse, fifo, device, folder, long_key)
-TOML = (*TOML, escaped_toml, endless_number)
+TOML = (
+    "truncated",
+    "flipped",
+    "junk",
+    "deep",
+    "deep_tables",
+    "sparse",
+    "fifo",
+    "device",
+    "folder",
+    "long_key",
+)
+TOML = (*TOML, "escaped_toml", "endless_number")
 
 
 # ---- kinds of files --------------------------------------------------------------------------------
@@ -338,8 +326,13 @@ def write_job(job: Path) -> None:
 RUN: tuple[Any, ...] = (write_run, doctor)
 STEP: tuple[Any, ...] = (write_step, verify_and_load)
 MODEL: tuple[Any, ...] = (write_model, convert)
-TEXT = (junk, deep, sparse, fifo, device, link_out, folder)
-KINDS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Path], None], ...]]] = {
+TEXT = ("junk", "deep", "sparse", "fifo", "device", "link_out", "folder")
+FUNCTIONS = {
+    function.__name__: function
+    for function in (truncated, flipped, sparse, fifo, device, link_out, folder, bomb)
+}
+FUNCTIONS |= {"nan_weights": nan_weights, "escaped_names": escaped_names}
+KINDS: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "run/status.json": (RUN, JSON),
     "run/environment.json": (RUN, JSON),
     "run/lock.json": ((write_running, doctor), JSON),
@@ -351,8 +344,9 @@ KINDS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Path], None], ...]]] = {
     "run/checkpoint/step-7/manifest.json": (STEP, JSON),
     "run/checkpoint/step-7/titan.json": (STEP, JSON),
     "run/checkpoint/step-7/tensors.json": (STEP, JSON),
-    "run/checkpoint/step-7/__0_0.distcp": (STEP, (*ANY, bomb)),
-    "model/config.json": (MODEL, (*JSON, billion_layers, no_heads)),
+    "run/checkpoint/step-7/__0_0.distcp": (STEP, (*ANY, "bomb")),
+    "run/checkpoint/step-7/.metadata": (STEP, ("bomb",)),
+    "model/config.json": (MODEL, (*JSON, "billion_layers", "no_heads")),
     "model/model.safetensors.index.json": (MODEL, JSON),
     "model/model.safetensors": ((write_single, convert), WEIGHTS),
     "model/tokenizer.json": (MODEL, JSON),
@@ -380,11 +374,11 @@ READERS = {read.__name__: read for (_, read), _ in KINDS.values()}
 
 def feed(kind: str, damage: str, home: Path) -> dict[str, Any]:
     """One damage, in this process: what was said, and what it took."""
-    (write, read), damages = KINDS[kind]
+    (write, read), _ = KINDS[kind]
     top = home / kind.split("/")[0]
     root = (home / kind).parent if write is write_step else top
     write(root)
-    next(d for d in damages if d.__name__ == damage)(home / kind)
+    damage_file(home / kind, damage)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     idle, started = _peak(), _cpu_s()
     said = io.StringIO()
@@ -395,7 +389,7 @@ def feed(kind: str, damage: str, home: Path) -> dict[str, Any]:
         "said": said.getvalue(),
         "bytes": _peak() - idle,
         "cpu_s": _cpu_s() - started,
-        "executed": (home / "executed").exists() or (top.parent / "executed").exists(),
+        "executed": any(home.rglob("executed")),
     }
 
 
@@ -419,12 +413,12 @@ def serve(reader: str, home: Path) -> None:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             read((warm / kind).parent if write is write_step else warm / kind.split("/")[0])
         for damage in damages:
-            place = home / f"{number}-{damage.__name__}"
+            place = home / f"{number}-{damage}"
             place.mkdir()
             child = os.fork()
             if child == 0:
                 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
-                answer = feed(kind, damage.__name__, place)
+                answer = feed(kind, damage, place)
                 (place / "answer.json").write_text(json.dumps(answer))
                 os._exit(0)
             os.waitpid(child, 0)
@@ -436,7 +430,7 @@ def test_damaged_files(reader: str, tmp_path: Path) -> None:
     done = finished(command)
     wrong = []
     for number, (kind, ((_, read), damages)) in enumerate(KINDS.items()):
-        for name in (damage.__name__ for damage in damages if read.__name__ == reader):
+        for name in damages if read.__name__ == reader else ():
             answer = tmp_path / f"{number}-{name}" / "answer.json"
             if not answer.exists():
                 wrong.append(f"{kind}, {name}: ended by an exception or a signal")

@@ -176,9 +176,3 @@ def test_a_row_that_failed_is_repeated_by_retry(tmp_path: Path) -> None:
     assert begun(said) == ["machine", "speed-1B"] and "speed-1B: exit code 0" in said
     log = (tmp_path / "2/speed-1B.log").read_text()
     assert "--retry" in log and "--against titan,torchtitan,bare " in log
-
-
-def test_before_is_a_folder_with_titan(tmp_path: Path) -> None:
-    call = start(tmp_path, "0", 100, hang=False, BEFORE=str(tmp_path))
-    said, _ = call.communicate()
-    assert call.returncode == 2 and "BEFORE: no folder with titan/ and models/" in said

@@ -1,4 +1,4 @@
-"""scripts/bench/steps.py: the job that all are given, runs of titan and the bare loop, and the table's numbers."""
+"""scripts/bench/steps.py: the job that all are given, runs of titan, the bare loop and an earlier titan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 from importlib.util import find_spec
@@ -65,39 +64,6 @@ def test_torchtitan_trains(tmp_path: Path) -> None:
     assert "error" not in run and 7 < run["loss"] < 9 and len(run["windows"]) == 2
 
 
-def test_before_is_the_titan_of_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An earlier commit that trains is a row, and one that fails is an error."""
-    row = {
-        "step": 2,
-        "tokens_per_s": 8.0,
-        "memory_gib": 1.0,
-        "memory_active_gib": None,
-        "loss": 7.0,
-    }
-    works = f"open('metrics.jsonl', 'w').write({json.dumps(json.dumps(row))})"
-    for name, program in (("works", works), ("fails", "raise SystemExit('no such key')")):
-        (tmp_path / name / "titan").mkdir(parents=True)
-        (tmp_path / name / "titan/__init__.py").touch()
-        (tmp_path / name / "titan/train.py").write_text(program)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BEFORE", "works")
-    (run,) = runs(tmp_path / "works.json", "before", "--steps", "2")
-    assert run["contestant"] == "before" and run["tokens_per_s"] == 8.0
-    monkeypatch.setenv("BEFORE", "fails")
-    for _ in range(2):  # a failure of an earlier call is one, too
-        with pytest.raises(SystemExit, match="1"):
-            runs(tmp_path / "fails.json", "before", "--steps", "2")
-        assert "| before | no such key |" in capsys.readouterr().out
-    monkeypatch.setenv("BEFORE", "works")
-    (run,) = runs(tmp_path / "fails.json", "before", "--steps", "2", "--retry")
-    assert "error" not in run
-    monkeypatch.delenv("BEFORE")
-    assert not STEPS["main"]([*TINY, *f"--against before --json {tmp_path}/o".split()])
-    assert "before is left out: BEFORE names no folder" in capsys.readouterr().out
-
-
 def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     STEPS["main"]([*TINY, *f"--against bare --json {tmp_path}/o --limit-s 1".split()])
     assert "no time left" in capsys.readouterr().out
@@ -116,56 +82,10 @@ def test_the_job_of_a_variant(tmp_path: Path) -> None:
     assert (training.local_batch_size, training.seq_len, training.steps) == (2, 8192, 25)
     assert config.metrics.log_freq == 5 and not config.checkpoint.enable
     assert config.model.overrides == {"n_layers": 8, "tied_embeddings": False}
-    STEPS["write_job"](tmp_path, args, "eager")
+    STEPS["write_job"](tmp_path, args, "accumulate4+chunk8192")
     config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
+    assert config.training.global_batch_size == 8 and config.loss.chunk_tokens == 8192
     assert not config.compile.enable and config.activation_checkpoint.mode == "none"
-
-
-def test_accumulation_and_chunks(tmp_path: Path) -> None:
-    args = arguments("--model", "8B-blocks", "--batch", "1", "--against", "titan")
-    STEPS["write_job"](tmp_path, args, "compile+accumulate4+chunk8192")
-    config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
-    assert config.training.global_batch_size == 4 and config.training.local_batch_size == 1
-    assert config.loss.chunk_tokens == 8192
-
-
-def test_torchtitan_gets_models_of_llama3_alone(tmp_path: Path) -> None:
-    """Sizes of others need a newer transformers than a machine may have. TorchTitan is a stand-in here."""
-    names = {
-        "torchtitan.components.dataloader": "BaseDataLoader",
-        "torchtitan.components.metrics": "BaseLogger MetricsProcessor build_metrics_processor",
-        "torchtitan.models.llama3": "get_train_spec",
-        "torchtitan.models.llama3.model.args": "RoPEScalingArgs TransformerModelArgs",
-        "torchtitan.protocols.train_spec": "register_train_spec",
-    }
-    program = f"""
-import dataclasses, sys, types
-for name, content in {names}.items():
-    parts = name.split(".")
-    for n in range(len(parts)):
-        module = sys.modules.setdefault(".".join(parts[: n + 1]), types.ModuleType(name))
-    for key in content.split():
-        setattr(module, key, type(key, (), {{"__init__": lambda self, **sizes: None}}))
-fields = ["model_args", "build_tokenizer_fn", "build_dataloader_fn", "build_metrics_processor_fn"]
-Spec = dataclasses.make_dataclass("Spec", fields)
-sys.modules["torchtitan.models.llama3"].get_train_spec = lambda: Spec(*[None] * 4)
-said = lambda name, spec: print(name, *spec.model_args)
-sys.modules["torchtitan.protocols.train_spec"].register_train_spec = said
-import torchtitan_spec
-"""
-    old = tmp_path / "transformers-5.17.0.dist-info"
-    old.mkdir()
-    (old / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n"
-    )
-    paths = [str(tmp_path), str(ROOT / "scripts/bench"), str(ROOT)]
-    done = finished(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        code=None,
-    )
-    names = ["1B", "3B", "8B-blocks", "tiny", "tiny-blocks", "debugmodel"]
-    assert done.stdout.split() == ["llama3", *names], done
 
 
 def measured_by_gpu_sh() -> list[tuple[str, str, str]]:
@@ -238,39 +158,6 @@ def test_gpu_sh_runs_in_a_clone_that_is_not_installed(tmp_path: Path) -> None:
     assert said.count("exit code") == 1 and "machine: exit code 0" in said, said
 
 
-def test_sizes() -> None:
-    counts = {name: model.sizes.num_params for name, model in STEPS["MODELS"].items()}
-    embedding = 128256 * 2048
-    assert counts["1B"] == 1_235_814_400 + embedding  # untied
-    assert counts["8B-blocks"] == 8_030_261_248 - 24 * 218_112_000
-    assert counts["3B"] == 3_212_749_824 + 128256 * 3072
-
-
-def test_the_table_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tmp_path / "expected.json"
-    expected.write_text(json.dumps({"h200-sxm": {"1B, 8192, 2, compile": 48_000}}))
-    monkeypatch.setitem(STEPS["table"].__globals__, "EXPECTED", expected)
-    key = {"model": "1B", "seq_len": 8192, "batch": 2, "variant": "compile"}
-    memory = {"reserved_gib": 50.04, "active_gib": 45.0}
-    speeds = {"titan": (48_000.0, 50_000.0, 52_000.0), "bare": (40_000.0, 40_000.0, 41_000.0)}
-    entries = [
-        {**key, "contestant": name, "tokens_per_s": speed, **memory}
-        for name, of_runs in speeds.items()
-        for speed in of_runs
-    ]
-    entries.append({**key, "contestant": "torchtitan", "error": "out of memory"})
-    text = STEPS["table"]({"machine": {"device": "NVIDIA H200"}, "runs": entries})
-    # 6 x (16 layers x (2 x 2048 x 2048 + 2 x 2048 x 512 + 3 x 2048 x 8192) + 128256 x 2048) for the products with weights
-    products = 6 * (16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192) + 128256 * 2048)
-    attention = 12 * 16 * 2048 * 8192
-    full, causal = (50_000 * (products + a) / 989e12 for a in (attention, attention / 2))
-    assert text.splitlines()[2:] == [
-        f"| 1B | 8192 | 2 | compile | titan | 50,000 (48,000 to 52,000) | {full:.1%} | {causal:.1%} | 50.0 | 45.0 | 1.000 | 48,000 | 1.042 |",
-        f"| 1B | 8192 | 2 | compile | bare | 40,000 (40,000 to 41,000) | {0.8 * full:.1%} | {0.8 * causal:.1%} | 50.0 | 45.0 | 1.250 | - | - |",
-        "| 1B | 8192 | 2 | compile | torchtitan | out of memory | | | | | | | |",
-    ]
-
-
 def test_what_is_expected_is_what_the_simulator_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,13 +171,6 @@ def test_what_is_expected_is_what_the_simulator_says(
     )
 
 
-def test_batches_fit_the_card() -> None:
-    models = STEPS["MODELS"]
-    for memory_gib, batches in ((79.1, (2, 1, 1)), (139.7, (2, 2, 2)), (0, (2, 2, 2))):
-        names = ("1B", "8B-blocks", "30B-A3B-blocks")
-        assert tuple(models[name].batch_on(memory_gib) for name in names) == batches
-
-
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments("--variants", "compile+sacc")
@@ -299,8 +179,6 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         arguments("--variants", "compile+accumulate4")
     said = capsys.readouterr().err
     assert "accumulate4 is for before, titan, torchtitan, not for bare" in said
-    with pytest.raises(SystemExit):
-        arguments("--warm-up", "0")
     other = tmp_path / "out.json"
     other.write_text(json.dumps({"machine": {"device": "another"}, "runs": []}))
     with pytest.raises(SystemExit, match="name another file"):

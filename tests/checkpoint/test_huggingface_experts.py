@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint.test_huggingface import (
+    PUBLISHED,
     TOKENS,
     Degrees,
     assert_same,
@@ -25,7 +27,7 @@ from tests.support.commands import Shell
 from tests.support.hf_folders import tensors_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
-from tests.support.tables import table, tabled
+from tests.support.tables import table
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -35,7 +37,7 @@ from titan.config.model import family
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.huggingface import load as huggingface
 from titan.huggingface.export import Export, export_state, require_same_model
-from titan.huggingface.load import HFFolder, HFModel, model_keys, open_folder, read_sizes
+from titan.huggingface.load import HFFolder, HFModel, open_folder, read_sizes
 from titan.models.deepseek_v3.config import FLAVORS
 from titan.parallel import build_mesh, materialize
 
@@ -195,6 +197,15 @@ def test_training_from_and_to_a_folder(
 # ---- what is released ------------------------------------------------------------------------------
 
 
+def describe(folder: Path, quantization: dict[str, Any]) -> None:
+    """Write the index of a folder's files, and how its weights are quantized."""
+    files = {n: f.name for f in folder.glob("*.safetensors") for n in load_file(f)}
+    (folder / huggingface.INDEX).write_text(json.dumps({"weight_map": files}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def quantize(folder: Path, names: list[str]) -> dict[str, Tensor]:
     """Turn tensors into fp8 with a random factor for each block of 128 x 128; return what they stand for, in fp32."""
     expected = {}
@@ -210,12 +221,20 @@ def quantize(folder: Path, names: list[str]) -> dict[str, Tensor]:
             expected[name] = values.float() * blocks[:rows, :columns]
             held |= {name: values, f"{name}_scale_inv": factors}
         save_file(held, file, metadata={"format": "pt"})
-    files = {n: f.name for f in folder.glob("*.safetensors") for n in load_file(f)}
-    (folder / huggingface.INDEX).write_text(json.dumps({"weight_map": files}))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(config))
+    describe(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     return expected
+
+
+def part_of(source: Path, ours: str, where: tuple[slice, ...]) -> Tensor:
+    """Load a rank's part of a parameter, which may begin anywhere."""
+    folder = open_folder(source)
+    model = HFModel.of(*read_sizes(folder))
+    part = torch.empty([s.stop - s.start for s in where])
+    piece = huggingface._Piece(model.names[ours], where, part, model.parts.get(ours))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface, "_pieces", lambda *_: [piece])
+        assert huggingface.fill(folder, {ours: part}, model=model) == []
+    return part
 
 
 def test_released_fp8_weights_and_their_extra_layer(tmp_path: Path, shell: Shell) -> None:
@@ -249,23 +268,13 @@ def test_released_fp8_weights_and_their_extra_layer(tmp_path: Path, shell: Shell
     assert back.keys() == {k for k in whole if "layers.2" not in k and "scale_inv" not in k}
     for name, tensor in back.items():
         assert torch.equal(tensor, expected[name].bfloat16() if name in names else whole[name])
-    # A rank's part may begin anywhere.
-    folder = open_folder(source)
-    model = HFModel.of(*read_sizes(folder))
-    ours = "layers.0.feed_forward.w2.weight"
-    part = torch.empty(60, 100)
-    piece = huggingface._Piece(names[0], (slice(100, 160), slice(150, 250)), part)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface, "_pieces", lambda *_: [piece])
-        assert huggingface.fill(folder, {ours: part}, model=model) == []
-    assert torch.equal(part, expected[names[0]][100:160, 150:250])
+    where = (slice(100, 160), slice(150, 250))
+    part = part_of(source, "layers.0.feed_forward.w2.weight", where)
+    assert torch.equal(part, expected[names[0]][where])
 
 
 def test_scales_of_another_shape_are_refused(sources, tmp_path: Path, shell: Shell) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in sources["DeepseekV3"].iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    source = Path(shutil.copytree(sources["DeepseekV3"], tmp_path / "source"))
     name = "model.layers.1.mlp.experts.5.gate_proj.weight"
     quantize(source, [name])
     file = next(f for f in source.glob("*.safetensors") if name in load_file(f))
@@ -295,11 +304,7 @@ def pack(folder: Path) -> dict[str, Tensor]:
             )
             held |= {f"{name}_blocks": blocks, f"{name}_scales": scales.to(torch.uint8)}
         save_file(held, file, metadata={"format": "pt"})
-    files = {n: f.name for f in folder.glob("*.safetensors") for n in load_file(f)}
-    (folder / huggingface.INDEX).write_text(json.dumps({"weight_map": files}))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = PUBLISHED["gpt-oss-20b"]["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    describe(folder, PUBLISHED["gpt-oss-20b"]["quantization_config"])
     return expected
 
 
@@ -324,22 +329,15 @@ def test_published_mxfp4_weights(packed, tmp_path: Path, shell: Shell) -> None:
     for name, tensor in back.items():
         whole = expected[name].bfloat16() if name in expected else stored[name]
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, whole), name
-    # A rank's part may begin anywhere.
-    folder = open_folder(source)
-    model = HFModel.of(*read_sizes(folder))
+    names = HFModel.of(*read_sizes(open_folder(source))).names
     for ours, turn, where in (
         ("w1", slice(0, None, 2), (slice(1, 3), slice(5, 90), slice(33, 64))),
         ("w3", slice(1, None, 2), (slice(0, 1), slice(90, 96), slice(0, 7))),
         ("w2", slice(None), (slice(2, 4), slice(1, 60), slice(31, 65))),
     ):
         ours = f"layers.1.moe.experts.{ours}"
-        theirs = model.names[ours]
-        part = torch.empty([s.stop - s.start for s in where])
-        piece = huggingface._Piece(theirs, where, part, model.parts[ours])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(huggingface, "_pieces", lambda *_, piece=piece: [piece])
-            assert huggingface.fill(folder, {ours: part}, model=model) == []
-        assert torch.equal(part.double(), expected[theirs][..., turn].mT[where])
+        part = part_of(source, ours, where)
+        assert torch.equal(part.double(), expected[names[ours]][..., turn].mT[where])
 
 
 @pytest.mark.parametrize(
@@ -377,16 +375,6 @@ def test_another_quantization_is_refused(packed, sources) -> None:
         config["quantization_config"] = {"quant_method": method, "weight_block_size": [128, 64]}
         with pytest.raises(CheckpointError, match=message):
             read_sizes(HFFolder(source, config, {}))
-
-
-PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
-
-
-@tabled("published, name, flavor")
-def test_published_configs_are_our_flavors(published: str, name: str, flavor: str) -> None:
-    found, sizes = read_sizes(HFFolder(Path(), PUBLISHED[published], {}))
-    assert found == name and model_keys(name, sizes, Path()) == {"name": name, "flavor": flavor}
-    require_same_model(HFModel.of(name, sizes))
 
 
 # ---- what has no form there ------------------------------------------------------------------------

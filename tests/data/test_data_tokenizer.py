@@ -26,8 +26,12 @@ from titan.data.tokenizer_files import keep_tokenizer, tokenizer_files, with_tok
 main = command("tokenizer")
 
 
-def opened(path: Path) -> Tokenizer:
-    return build_tokenizer(TokenizerSection(path=str(path)), hf_assets_path="")
+def built(section: TokenizerSection) -> Tokenizer:
+    return build_tokenizer(section, hf_assets_path="")
+
+
+def opened(path: Path, **settings: Any) -> Tokenizer:
+    return built(TokenizerSection(path=str(path), **settings))
 
 
 TRICKY = "naïve 日本語 \U0001f600 <|end_of_text|> don't 12345\r\n\t  x = 1\n\n"
@@ -66,7 +70,7 @@ def check_round_trip(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_bytes_are_their_own_ids() -> None:
-    tokenizer = build_tokenizer(TokenizerSection(), hf_assets_path="")
+    tokenizer = built(TokenizerSection())
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (258, 256, 257)
     assert tokenizer.encode(TRICKY) == list(TRICKY.encode())
     assert tokenizer.byte_lengths.tolist() == [1] * 256 + [0, 0]
@@ -95,10 +99,7 @@ def test_rank_file(tmp_path: Path) -> None:
 
 
 def test_long_text_is_cut_within_limits_and_stays_fast(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(
-        TokenizerSection(name="tiktoken", path=str(write_rank_file(tmp_path / "ranks"))),
-        hf_assets_path="",
-    )
+    tokenizer = opened(write_rank_file(tmp_path / "ranks"), name="tiktoken")
     text = "word " * 100_000 + "x" * 60_000 + " " * 30_000 + "the end"
     pieces = list(_pieces(text))
     assert "".join(pieces) == text
@@ -121,10 +122,10 @@ def test_rank_files_of_other_models_need_their_pattern(count: int, tmp_path: Pat
     file = write_rank_file(tmp_path / "x.tiktoken", count=count)
     section = TokenizerSection(name="tiktoken", path=str(file))
     with pytest.raises(DataError, match=f"its {count:,} ranks are not Llama 3's 128,000"):
-        build_tokenizer(section, hf_assets_path="")
+        built(section)
     said = {"pattern": r"\d|\D+", "special_tokens": ["<|endoftext|>"]}
     section = section.model_copy(update=said | {"eos_token": "<|endoftext|>"})
-    tokenizer = build_tokenizer(section, hf_assets_path="")
+    tokenizer = built(section)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (
         None,
         count,
@@ -132,9 +133,9 @@ def test_rank_files_of_other_models_need_their_pattern(count: int, tmp_path: Pat
     )
     assert tokenizer.encode("the 12") == [258, 32, ord("1"), ord("2")]
     with pytest.raises(DataError, match=r"tokenizer\.pattern cannot be used"):
-        build_tokenizer(section.model_copy(update={"pattern": "("}), hf_assets_path="")
+        built(section.model_copy(update={"pattern": "("}))
     with pytest.raises(DataError, match=r'tokenizer\.eos_token = "<x>" is no token of'):
-        build_tokenizer(section.model_copy(update={"eos_token": "<x>"}), hf_assets_path="")
+        built(section.model_copy(update={"eos_token": "<x>"}))
 
 
 def test_trained_tokenizer(trained: Path) -> None:
@@ -242,9 +243,7 @@ def word_tokenizer(folder: Path, **config: object) -> Tokenizer:
 def test_a_tokenizer_that_drops_spaces_counts_no_bytes(trained: Path, tmp_path: Path) -> None:
     assert bytes_tokenizer().keeps_bytes
     assert opened(trained).keeps_bytes
-    write_rank_file(tmp_path / "ranks")
-    section = TokenizerSection(name="tiktoken", path=str(tmp_path / "ranks"))
-    assert build_tokenizer(section, hf_assets_path="").keeps_bytes
+    assert opened(write_rank_file(tmp_path / "ranks"), name="tiktoken").keeps_bytes
     assert not word_tokenizer(tmp_path).keeps_bytes
 
 
@@ -391,14 +390,13 @@ def test_damaged_files_of_a_tokenizer_are_told(
     assert len(str(raised.value)) < 2100
     if name == "tokenizer.json":
         return
-    section = TokenizerSection(path=str(tmp_path))
     for odd in ({"eos_token_id": 10**30}, {"eos_token_id": -1}, {"eos_token_id": True}):
         (tmp_path / name).write_text(json.dumps(odd))
-        assert build_tokenizer(section, hf_assets_path="").eos_id is None
+        assert opened(tmp_path).eos_id is None
     for wrong in ({"eos_token": ["x"]}, [1]):
         (tmp_path / name).write_text(json.dumps(wrong))
         with pytest.raises(InputError, match=name.replace(".", r"\.")):
-            build_tokenizer(section, hf_assets_path="")
+            opened(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -418,13 +416,13 @@ def test_the_copy_in_the_run_folder_is_the_same_tokenizer(
     )
     (source / "notes.txt").write_text("not the tokenizer's")
     section = TokenizerSection(path=str(source / name))
-    used = build_tokenizer(section, hf_assets_path="")
+    used = built(section)
     for _ in range(2):
         keep_tokenizer(used, run)
         # Without the source, as on another machine.
         config = with_tokenizer(JobConfig(tokenizer=section), run=run)
         assert Path(config.tokenizer.path).is_relative_to(run)
-        copy = build_tokenizer(config.tokenizer, hf_assets_path="")
+        copy = built(config.tokenizer)
         assert (copy.kind, copy.fingerprint) == (used.kind, used.fingerprint)
     kept = {file.name for file in (run / "tokenizer").iterdir()}
     assert "notes.txt" not in kept and ("config.json" in kept) == (used.kind == "huggingface")
@@ -438,11 +436,9 @@ def test_the_copy_follows_the_jobs_tokenizer(trained: Path, tmp_path: Path) -> N
     before = file.stat().st_mtime_ns
     keep_tokenizer(other, run)
     assert file.stat().st_mtime_ns == before, "written again"
-    ranks = build_tokenizer(section, hf_assets_path="")
+    ranks = built(section)
     keep_tokenizer(ranks, run)
-    kept = build_tokenizer(
-        with_tokenizer(JobConfig(tokenizer=section), run=run).tokenizer, hf_assets_path=""
-    )
+    kept = built(with_tokenizer(JobConfig(tokenizer=section), run=run).tokenizer)
     assert kept.fingerprint == ranks.fingerprint
     # One that is built in has no file, and a job that resumes with its own copy keeps it.
     keep_tokenizer(bytes_tokenizer(), tmp_path / "bytes")

@@ -72,20 +72,6 @@ def test_only_a_card_without_neighbours_is_faster() -> None:
     assert Cost(b200, alone=True).kernel_s(kernel) == Cost(b200).kernel_s(kernel)
 
 
-def test_a_level_moves_all_large_products_alike() -> None:
-    """A table says how shapes compare, the profile's share how fast the card is in the long run."""
-    slow = H100.profile.model_copy(
-        update={"matmul_share": H100.profile.matmul_share | {"bfloat16": 0.37}}
-    )
-    for shape in ((16384, 4096, 14336), (8192, 8192, 8192)):
-        kernel = matmul(*shape)
-        ratio = (Cost(slow).kernel_s(kernel) - 4e-6) / (H100.kernel_s(kernel) - 4e-6)
-        assert ratio == pytest.approx(2.0, rel=0.01)
-    # Memory is as fast as before.
-    narrow = matmul(16, 16384, 16384)
-    assert Cost(slow).kernel_s(narrow) == H100.kernel_s(narrow)
-
-
 def test_narrow_products_are_bound_by_memory() -> None:
     kernel = matmul(16, 16384, 16384)
     moved = kernel.read_bytes + kernel.write_bytes
@@ -275,16 +261,6 @@ def test_a_kernel_that_the_hardware_has_not_is_refused() -> None:
         ConfigError, match="a100-80g has no figures of cudnn, only of efficient, flash2"
     ):
         load_profile("a100-80g").with_attention("cudnn")
-
-
-def test_blocks_of_a_ring_add_up() -> None:
-    """Two ranks' share of a causal square: a causal block each, and one whole block."""
-    square = H100.kernel_s(attention(1, 32, 16384, 16384, causal=True))
-    causal = H100.kernel_s(attention(1, 32, 8192, 8192, causal=True))
-    whole = H100.kernel_s(attention(1, 32, 8192, 8192, causal=False))
-    assert 2 * causal + whole == pytest.approx(
-        square, rel=0.06
-    )  # whole blocks run a little faster
 
 
 def test_few_heads_leave_the_device_idle() -> None:

@@ -50,13 +50,6 @@ def test_published_all_reduce(mib: int, bus_gb_per_s: float) -> None:
     assert 1.75 * mib * MIB / seconds / 1e9 == pytest.approx(bus_gb_per_s, rel=0.13)
 
 
-def test_gathering_is_a_ring() -> None:
-    seconds = transfer_s(transfer_of("all_gather", 1 << 30), range(8))
-    assert seconds == pytest.approx(7 / 8 * 2**30 / 335e9, rel=0.01)
-    back = transfer_s(transfer_of("reduce_scatter", 1 << 30), range(8))
-    assert seconds == pytest.approx(back, rel=0.01)
-
-
 def test_fewer_ranks_have_less_of_nvlink() -> None:
     """Two H100 gather at 258 GB/s, four at 318, eight at 335; three lie between."""
     gather, rates = transfer_of("all_gather", 1 << 29), []
@@ -67,6 +60,8 @@ def test_fewer_ranks_have_less_of_nvlink() -> None:
         318, rel=0.01
     )
     assert rates == sorted(rates)
+    back = transfer_s(transfer_of("reduce_scatter", 1 << 29), range(8))
+    assert back == pytest.approx(seconds, rel=0.01)
 
 
 def test_a_profile_may_state_another_level_than_its_tables() -> None:
@@ -131,13 +126,6 @@ def test_send_and_receive_use_one_direction() -> None:
     assert near.volume_s == pytest.approx(2**30 / (H100.p2p_gb_per_s * 1e9))
     assert far.links == (NIC_IN,)
     assert far.volume_s == pytest.approx(2**30 / 45e9)
-
-
-def test_all_to_all_leaves_the_node_through_ones_own_card() -> None:
-    inside = price(transfer_of("all_to_all", 1 << 30), range(8))
-    across = price(transfer_of("all_to_all", 1 << 30), range(16))
-    assert inside.seconds == pytest.approx(7 / 8 * 2**30 / (H100.all_to_all_gb_per_s * 1e9))
-    assert across.volume_s == pytest.approx(1 / 2 * 2**30 / 45e9)
 
 
 def test_a_group_of_one_copies_within_the_device() -> None:

@@ -24,6 +24,7 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.checks.rules import resolve_layout
+from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
 from titan.sim.record import trace_jobs as record_module
@@ -278,58 +279,61 @@ def test_attention_that_selective_checkpointing_keeps_does_not_run_again(method:
     assert phases == {"forward": 4 * blocks, "backward": 4 * blocks}
 
 
+LARGER = {"n_layers": 4, "dim": 512}
+GATHERED_FLOAT8 = {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}}
+
+
+def offloaded_update(**sections: Any) -> tuple[JobConfig, list[Kernel]]:
+    """Return a job that keeps its parameters on the host, and the kernels of its update, which all run there."""
+    config = job(training={**BF16, "enable_cpu_offload": True}, **sections)
+    launches = events_of(trace_of(config, world=2).step, Launch)
+    update = [e for e in launches if e.scope.phase == "optimizer"]
+    assert {e.stream for e in update} == {HOST}
+    return config, [e.kernel for e in update]
+
+
 def test_offloaded_parameters_are_the_hosts_work() -> None:
-    model = {"overrides": {"n_layers": 4, "dim": 512}}
+    model = {"overrides": LARGER}
     trace = trace_of(job(model=model, training={**BF16, "enable_cpu_offload": True}), world=2)
     work = [e for e in events_of(trace.step, Launch) if e.stream == HOST]
     updates = [e.kernel for e in work if e.kernel.name == "aten::_fused_adamw_"]
     assert {e.scope.phase for e in work} == {"clip", "optimizer"}
     shard = job(model=model).model.sizes.num_params // 2
     assert sum(k.write_bytes for k in updates) == pytest.approx(3 * 4 * shard, rel=0.01)
-    seconds = sum(Cost(load_profile("h100-sxm")).host_s(e.kernel) for e in work)
+    seconds = sum(H100.host_s(e.kernel) for e in work)
     assert seconds > 7 * 4 * shard / 60e9  # reads four numbers for each parameter, writes three
-    update = replay({0: trace}, Cost(load_profile("h100-sxm")))
+    update = replay({0: trace}, H100)
     assert update.ranks[0].host_s > 0.5 * seconds
 
 
 @pytest.mark.parametrize("float8", [False, True])
 def test_offloaded_8_bit_moments_are_updated_on_the_host(float8: bool) -> None:
     """By a compiled update, and in the parameters themselves, from which torchao's wrapper is to be taken off there."""
-    settings = {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}}
-    config = job(
-        model={"overrides": {"n_layers": 4, "dim": 512, "ffn_dim": 1024}}
+    config, update = offloaded_update(
+        model={"overrides": {**LARGER, "ffn_dim": 1024}}
         | ({"converters": ["float8"]} if float8 else {}),
-        training={**BF16, "enable_cpu_offload": True},
         optimizer={"name": "AdamW8bit"},
-        quantize=settings if float8 else {},
+        quantize=GATHERED_FLOAT8 if float8 else {},
     )
-    step = trace_of(config, world=2).step
-    update = [e for e in events_of(step, Launch) if e.scope.phase == "optimizer"]
-    assert {e.stream for e in update} == {HOST}
     shard = config.model.sizes.num_params // 2
     # Weights and gradients in fp32, and two moments of a byte with a scale in fp32 for each 64.
-    assert sum(e.kernel.write_bytes for e in update) == pytest.approx(6.125 * shard, rel=0.01)
-    assert sum(e.kernel.read_bytes for e in update) == pytest.approx(10.125 * shard, rel=0.01)
+    assert sum(k.write_bytes for k in update) == pytest.approx(6.125 * shard, rel=0.01)
+    assert sum(k.read_bytes for k in update) == pytest.approx(10.125 * shard, rel=0.01)
 
 
 def test_offloaded_matrices_are_the_hosts_work_under_muon() -> None:
     """In float8 as well: what torchao wraps is pinned, too. Their products take as long as the host's processors need."""
-    config = job(
-        model={"converters": ["float8"], "overrides": {"n_layers": 4, "dim": 512}},
-        training={**BF16, "enable_cpu_offload": True},
+    _, update = offloaded_update(
+        model={"converters": ["float8"], "overrides": LARGER},
         optimizer={"name": "Muon"},
-        quantize={"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
+        quantize=GATHERED_FLOAT8,
     )
-    step = trace_of(config, world=2).step
-    update = [e for e in events_of(step, Launch) if e.scope.phase == "optimizer"]
-    assert {e.stream for e in update} == {HOST}
-    products = [e.kernel for e in update if e.kernel.kind == "matmul"]
+    products = [k for k in update if k.kind == "matmul"]
     # Five steps of Newton-Schulz, of three products each, of at least the smallest matrix.
     flops = sum(k.flops for k in products)
     assert flops >= 5 * 3 * 2 * 192 * 192 * 512
-    profile = load_profile("h100-sxm")
-    seconds = sum(Cost(profile).host_s(k) for k in products)
-    assert seconds >= 0.999 * flops / (profile.host_tflops * 1e12)
+    seconds = sum(map(H100.host_s, products))
+    assert seconds >= 0.999 * flops / (H100.profile.host_tflops * 1e12)
 
 
 # ---- what cannot be traced -----------------------------------------------------------------------
@@ -394,91 +398,86 @@ def test_the_host_never_waits_for_the_device(world_size: int, sections: dict[str
 # ---- document masks ------------------------------------------------------------------------------
 
 
+LENGTH = 96  # no other size of the model
+GATHERED = {"context_parallel_degree": 2, "context_parallel_rotate_method": "allgather"}
+MASKED = {"document_mask": True, "add_eos": True}
+
+
+def kernels(
+    world_size: int = 1, *, precision: str = "bfloat16", **sections: Any
+) -> list[Kernel]:
+    """Return the kernels of rank 0 of a job with sequences of LENGTH tokens."""
+    training = {"seq_len": LENGTH, "mixed_precision_param": precision}
+    config = job(batch=4, training=training, **sections)
+    step = trace_ranks(config, world_size=world_size, ranks=[0])[0].step
+    return [e.kernel for e in step if isinstance(e, Launch)]
+
+
+def are_square(found: list[Kernel]) -> bool:
+    """Return whether a kernel takes or makes a matrix of all queries by all keys."""
+    return any(shape[-2:] == (LENGTH, LENGTH) for k in found for shape in k.shapes)
+
+
 def test_documents_cost_what_causal_attention_costs() -> None:
     """FlashAttention in 16 bits, by blocks under CP, and no mask of S x S: how long documents are is not known."""
-
-    length = 96  # no other size of the model
-
-    def kernels(world_size: int = 1, **sections: Any) -> list[Kernel]:
-        config = job(batch=4, training={**BF16, "seq_len": length}, **sections)
-        step = trace_ranks(config, world_size=world_size, ranks=[0])[0].step
-        return [e.kernel for e in step if isinstance(e, Launch)]
 
     def attention(found: list[Kernel]) -> Counter[Any]:
         kinds = ("attention", "attention_backward")
         return Counter((k.kind, k.shapes, k.flops, k.causal) for k in found if k.kind in kinds)
 
-    masked = {"document_mask": True, "add_eos": True}
-    documents = kernels(data=masked)
+    documents = kernels(data=MASKED)
     assert {k.name for k in documents if k.kind == "attention"} == {"torch_attn::_varlen_attn"}
     assert attention(documents) == attention(kernels())
-    context = {"context_parallel_degree": 2, "context_parallel_rotate_method": "allgather"}
-    split = kernels(2, data=masked, parallelism=context)
+    split = kernels(2, data=MASKED, parallelism=GATHERED)
     assert {(k.shapes[0][2], k.shapes[1][2]) for k in split if k.kind == "attention"} == {
-        (length // 2, length)
+        (LENGTH // 2, LENGTH)
     }
     # One FlashAttention takes documents, whatever torch prefers without them, and the blocks of CP are FlexAttention's.
     assert {H100.attention_kernel(k) for k in documents if k.kind == "attention"} == {"flash2"}
     assert {H100.attention_kernel(k) for k in split if k.kind == "attention"} == {
         "FlexAttention"
     }
-    for found in (documents, split):
-        assert not [k for k in found if any(s[-2:] == (length, length) for s in k.shapes)]
+    assert not are_square(documents + split)
 
 
 @pytest.mark.parametrize(
-    ("backend", "kernels"),
+    ("backend", "names"),
     [
         ("fa4", {"aten::_scaled_dot_product_flash_attention"}),
         ("efficient", {"aten::_scaled_dot_product_efficient_attention"}),
         ("math", set()),
     ],
 )
-def test_the_jobs_backend_is_recorded(backend: str, kernels: set[str]) -> None:
+def test_the_jobs_backend_is_recorded(backend: str, names: set[str]) -> None:
     """The memory-efficient kernel takes no grouped heads, and "math" is matmuls around a softmax."""
-    config = job(batch=4, training=BF16, model={"attention_backend": backend})
-    step = trace_ranks(config, world_size=1, ranks=[0])[0].step
-    found = [e.kernel for e in step if isinstance(e, Launch)]
-    assert {k.name for k in found if k.kind == "attention"} == kernels
+    found = kernels(model={"attention_backend": backend})
+    assert {k.name for k in found if k.kind == "attention"} == names
     softmaxes = [k for k in found if k.name == "aten::_safe_softmax"]
     assert len(softmaxes) == (4 if backend == "math" else 0)
 
 
 def test_windows_cost_as_many_keys() -> None:
     """In 16 bits, in 32, with documents, and where context-parallel ranks hold parts: no layer keeps S x S of anything."""
-    length, window = 96, 24
-    context = {"context_parallel_degree": 2, "context_parallel_rotate_method": "allgather"}
-    masked = {"document_mask": True, "add_eos": True}
-
-    def kernels(
-        world_size: int = 1, precision: str = "bfloat16", **sections: Any
-    ) -> list[Kernel]:
-        model = {
-            "name": "gpt_oss",
-            "flavor": "tiny",
-            "overrides": {"n_layers": 3, "window": window},
-        }
-        training = {**BF16, "seq_len": length, "mixed_precision_param": precision}
-        config = job(batch=4, model=model, training=training, **sections)
-        step = trace_ranks(config, world_size=world_size, ranks=[0])[0].step
-        return [e.kernel for e in step if isinstance(e, Launch)]
+    window = 24
+    overrides = {"n_layers": 3, "window": window}
+    model = {"name": "gpt_oss", "flavor": "tiny", "overrides": overrides}
 
     def keys(found: list[Kernel]) -> Counter[int]:
         return Counter(k.shapes[1][2] for k in found if k.kind == "attention")
 
     # Two layers of three have a window.
-    for found in (kernels(), kernels(data=masked)):
-        assert keys(found) == {window: 2, length: 1}
+    for found in (kernels(model=model), kernels(model=model, data=MASKED)):
+        assert keys(found) == {window: 2, LENGTH: 1}
         [*local, whole] = sorted(
             (k for k in found if k.kind == "attention_backward"), key=lambda k: k.flops
         )
-        assert [k.flops * length // window for k in local] == [whole.flops] * 2
-    assert keys(kernels(2, data=masked, parallelism=context)) == {window: 2, length: 1}
+        assert [k.flops * LENGTH // window for k in local] == [whole.flops] * 2
+    masked = kernels(2, model=model, data=MASKED, parallelism=GATHERED)
+    assert keys(masked) == {window: 2, LENGTH: 1}
     # Of 48 positions, chunks of 24 each: an own one twice, and what is within reach before them.
-    split = kernels(2, parallelism=context)
-    assert set(keys(split)) <= {window - 1, window, length // 2}
-    for found in (kernels(precision="float32"), split):
-        assert not [k for k in found if any(s[-2:] == (length, length) for s in k.shapes)]
+    split = kernels(2, model=model, parallelism=GATHERED)
+    assert set(keys(split)) <= {window - 1, window, LENGTH // 2}
+    assert not are_square(kernels(model=model, precision="float32") + split)
 
 
 def test_grouped_heads_in_32_bits_keep_no_scores() -> None:

@@ -197,15 +197,12 @@ DAMAGES: dict[str, tuple[str, Any, str]] = {
     "dtype of floats": ("idx", put(17, b"\x06"), "dtype code 6"),
     "sequences": ("idx", put(18, struct.pack("<Q", 2**62)), "should have"),
     "no sequences": ("idx", lambda data: data[:18] + bytes(16), "should have"),
-    "marks": ("idx", put(26, struct.pack("<Q", 2**63)), "should have"),
     "modes": ("idx", lambda data: data + bytes(SEQUENCES), "multimodal"),
     "negative length": ("idx", put(34, struct.pack("<i", -1)), "sequence 1 of 3 begins"),
-    "last length": ("idx", put(42, struct.pack("<i", 7)), "sequence 3 of 3 begins"),
     "first mark": ("idx", put(70, struct.pack("<q", 1)), "marks should rise"),
     "marks that fall": ("idx", put(78, struct.pack("<q", 9)), "marks should rise"),
     "last mark": ("idx", put(86, struct.pack("<q", 2)), "marks should rise"),
     "short tokens": ("bin", lambda data: data[:-2], "does not fit its index"),
-    "no tokens": ("bin", lambda data: b"", "does not fit its index"),
 }
 
 
