@@ -35,6 +35,7 @@ HARMLESS = """\
 activation_checkpoint. op_keep op_keep_by_block selective_ac_option
 checkpoint. exclude_from_loading initial_load_changes
 compile. backend
+data. skip
 data.sources. messages_key name path split text_key
 evaluation. tasks
 hardware. name

@@ -38,11 +38,10 @@ class DocumentLosses(Hook):
         step, samples = trainer.train_step, loader.samples
         part = samples.part()
         first = part.first if part else 0
-        size = np.arange(len(batches[0].labels_BS))
-        found = [samples.documents(each.first_sample - first + size)[:, 1:] for each in batches]
+        rows = np.arange(len(batches[0].labels_BS)) - first
+        found = [samples.documents(each.first_sample + rows)[:, 1:] for each in batches]
         every = [np.unique(found)] * trainer.world_size
-        if trainer.world_size > 1:
-            dist.all_gather_object(every, every[0])
+        dist.all_gather_object(every, every[0])
         names = np.unique(np.concatenate(every))
         sums = step.group_sums
         sums.expect(len(names))

@@ -54,13 +54,12 @@ def own_gradients(
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(tokens / num_labels)
-            own = clip_gradients(parameters, max_norm=0, stages=step.groups.stages)
-            norms.append(float(own))
+            stages = step.groups.stages
+            norms.append(float(clip_gradients(parameters, max_norm=0, stages=stages)))
             for parameter, whole in zip(parameters, kept, strict=True):
-                if parameter.grad is not None and whole is not None:
-                    parameter.grad.add_(whole)
-                elif whole is not None:
-                    parameter.grad = whole.clone()
+                if whole is not None:
+                    grad = parameter.grad
+                    parameter.grad = whole.clone() if grad is None else grad + whole
 
         masked = []
         for batch, here in zip(batches, found, strict=True):

@@ -86,11 +86,9 @@ def rank(config: s.JobConfig, table: Sequence[list[float]]) -> list[RankedDocume
     found = []
     for score, (number, loss, tokens, *own) in ordered:
         source, row = divmod(int(number), 2**SOURCE_SHIFT)
-        gradient, share = own or (None, None)
-        where, text = places.get(int(number), ("", ""))
-        name, mean = f"{names[source]}:{row}", loss / tokens
-        document = RankedDocument(name, mean, int(tokens), score, gradient, share, where, text)
-        found.append(document)
+        own, mean = own or (None, None), loss / tokens
+        more = (*own, *places.get(int(number), ("", "")))
+        found.append(RankedDocument(f"{names[source]}:{row}", mean, int(tokens), score, *more))
     return found
 
 

@@ -23,6 +23,8 @@ B batch, S positions, H value heads, G query/key heads, K size of a key, V size 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,12 +88,10 @@ class LinearAttention(Bordered):
         return borders.join(out, dim=2)
 
 
-def _from_state(both: tuple[Tensor, Tensor], state: Any, v_size: int) -> tuple[Tensor, Tensor]:
-    """Return output and last state that begin with a state, from those of zeros and the linear map beside them."""
-    last = both[1]
-    before = state(last[..., :v_size], last[..., v_size:])
-    out, last = (x[..., :v_size] + x[..., v_size:] @ before.to(x.dtype) for x in both)
-    return out, last
+def _in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """Pad with positions that leave the state as it is, in fp32 at least: (B, H, S, ...) -> (B, H, N, C, ...)."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.pad(x, (0, 0, 0, -x.shape[2] % chunk)).unflatten(2, (-1, chunk))
 
 
 def linear_attention(
@@ -137,26 +137,31 @@ def linear_attention(
             starts_BS=starts_BS,
             state=unit.expand(*v_BHSV.shape[:2], -1, -1),
         )
-        return _from_state(both, state, v_size)
+        before = state(*both[1].split([v_size, k_size], dim=-1))
+        out, last = (x[..., :v_size] + x[..., v_size:] @ before.to(x.dtype) for x in both)
+        return out, last
     factor = k_size**-0.5 if scale is None else scale
     if has_kernel(q_BGSK, v_BHSV, gates, betas_BHS):
-        given = (q_BGSK, k_BGSK, v_BHSV, gates, betas_BHS)
-        return attend_with_kernel(*given, scale=factor, starts_BS=starts_BS, state=state)
-    precise = torch.promote_types(v_BHSV.dtype, torch.float32)
-
-    def in_chunks(x: Tensor) -> Tensor:
-        """Pad with positions that leave the state as it is: (B, H, S, ...) -> (B, H, N, C, ...)."""
-        return F.pad(x.to(precise), (0, 0, 0, -length % chunk)).unflatten(2, (-1, chunk))
+        return attend_with_kernel(
+            q_BGSK,
+            k_BGSK,
+            v_BHSV,
+            gates,
+            betas_BHS,
+            scale=factor,
+            starts_BS=starts_BS,
+            state=state,
+        )
 
     copies = v_BHSV.shape[1] // k_BGSK.shape[1]
-    q, k = (in_chunks(x).repeat_interleave(copies, dim=1) for x in (q_BGSK, k_BGSK))
+    q, k = (_in_chunks(x, chunk).repeat_interleave(copies, dim=1) for x in (q_BGSK, k_BGSK))
     q = q * factor
-    new = in_chunks(v_BHSV)
+    new = _in_chunks(v_BHSV, chunk)
     gates = torch.zeros_like(v_BHSV[..., 0]) if gates is None else gates
     g = gates if gates.ndim == 4 else gates[..., None]
     if starts_BS is not None:
-        g = g.masked_fill(starts_BS[:, None, :, None], float("-inf"))
-    g = in_chunks(g)
+        g = g.masked_fill(starts_BS[:, None, :, None], -math.inf)
+    g = _in_chunks(g, chunk)
     # What remains of the chunk's first state at each position, and of each position's change at the chunk's end.
     remains, left = g.cumsum(dim=-2).exp(), _sum_after(g).exp()
     removed = None
@@ -165,14 +170,14 @@ def linear_attention(
     else:
         scores, system = _decayed_products(torch.stack([q, k]), k, g)
         # The change at position t is beta_t (v_t - sum_{s<t} system_ts change_s - S^T k_t remains_t). S is known in the loop only.
-        betas = in_chunks(betas_BHS[..., None])
+        betas = _in_chunks(betas_BHS[..., None], chunk)
         targets = torch.cat([new, k * remains], dim=-1) * betas
         new, removed = torch.linalg.solve_triangular(
             system * betas, targets, upper=False, unitriangular=True
         ).split([v_size, k_size], dim=-1)
     written, whole = (k * left).mT, remains[..., -1:, :].mT
-    shape = (*new.shape[:2], k_size, v_size)
-    current = new.new_zeros(shape) if state is None else state.to(new)
+    first = new.new_zeros(*new.shape[:2], k_size, v_size) if state is None else state
+    current = first.to(new)
     befores: list[Tensor] = []
     for n in range(new.shape[2]):
         befores.append(current)
