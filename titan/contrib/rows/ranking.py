@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 from statistics import median
+from typing import Any
 
 from titan.base.untrusted import printable
 from titan.config import schema as s
@@ -87,7 +88,7 @@ def rank(config: s.JobConfig, table: Sequence[list[float]]) -> list[RankedDocume
     for score, (number, loss, tokens, *own) in ordered:
         source, row = divmod(int(number), 2**SOURCE_SHIFT)
         own, mean = own or (None, None), loss / tokens
-        more = (*own, *places.get(int(number), ("", "")))
+        more: Any = (*own, *places.get(int(number), ("", "")))
         found.append(RankedDocument(f"{names[source]}:{row}", mean, int(tokens), score, *more))
     return found
 
