@@ -20,7 +20,8 @@ from titan.data.reading import pieces_of
 from titan.data.rows import RowText
 from titan.data.sources import in_validation, open_documents, source_names, training_sources
 
-SHOWN, _CHARS = 10, 60
+SHOWN = 10
+_CHARS = 60
 _STANDS_OUT = 8.0  # units; the worst of a thousand ordinary documents is at 4 or 5
 _LEAST = 0.01  # share of the median loss: if documents hardly differ, none stands out
 
@@ -116,5 +117,8 @@ def _places(config: s.JobConfig, numbers: Collection[int]) -> dict[int, tuple[st
 def lines(rows: Sequence[RankedDocument]) -> list[str]:
     """Return the lines about the documents of a step."""
     standing = sum(row.score > _STANDS_OUT for row in rows)
-    out = f"{standing} of {len(rows)} rows stand out" if standing else "no row stands out"
-    return [out, "loss/token  tokens    score  gradient  share  row", *map(str, rows[:SHOWN])]
+    return [
+        f"{standing} of {len(rows)} rows stand out" if standing else "no row stands out",
+        "loss/token  tokens    score  gradient  share  row",
+        *map(str, rows[:SHOWN]),
+    ]
