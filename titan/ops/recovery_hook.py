@@ -77,7 +77,7 @@ class StepRecovery(Hook):
         first_sample = trainer.loader.state_dict()["position"] - trainer.sequences_per_step
         if decision.action == StepAction.REWIND:
             return self._rewind(first_sample)
-        text = f"step {trainer.step}, {self._samples(first_sample)}: {decision.reason}; see {trainer.audit_command(trainer.step)}"
+        text = f"step {trainer.step}, {self._samples(first_sample)}: {decision.reason}"
         if decision.action == StepAction.STOP:
             loss, grad_norm = AsyncScalars([report.loss, report.grad_norm]).values()
             self._require_finite(
