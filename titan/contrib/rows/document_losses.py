@@ -28,8 +28,7 @@ class DocumentLosses(Hook):
         self.trainer, self.wanted = trainer, trainer.config.debug.document_losses
 
     def before_forward(self, batches: Sequence[Any]) -> None:
-        trainer, loader = self.trainer, self.trainer.loader
-        wanted = self.wanted
+        trainer, wanted, loader = self.trainer, self.wanted, self.trainer.loader
         if trainer.step != max(wanted, trainer.first_step):
             return
         if wanted < trainer.step:  # its samples, with later weights
