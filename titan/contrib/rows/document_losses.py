@@ -28,7 +28,8 @@ class DocumentLosses(Hook):
         self.trainer, self.wanted = trainer, trainer.config.debug.document_losses
 
     def before_forward(self, batches: Sequence[Any]) -> None:
-        trainer, wanted, loader = self.trainer, self.wanted, self.trainer.loader
+        trainer, wanted = self.trainer, self.wanted
+        loader = trainer.loader
         if trainer.step != max(wanted, trainer.first_step):
             return
         if wanted < trainer.step:  # its samples, with later weights

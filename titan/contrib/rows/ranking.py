@@ -52,11 +52,7 @@ class RankedDocument:
 
     def __str__(self) -> str:
         numbers = f"{self.loss:10.4f}  {self.tokens:6,.0f}  {self.score:7.1f}"
-        own = (
-            "               "
-            if self.share is None
-            else f"{self.gradient:8.3g}  {self.share:5.0%}"
-        )
+        own = f"{'':15}" if self.share is None else f"{self.gradient:8.3g}  {self.share:5.0%}"
         return printable(f"{numbers}  {own}  {self.row}  {self.where}  {self.text}")
 
 
