@@ -16,12 +16,14 @@ from tests.support.trainers import Trainer, run_to_end
 from titan.checkpoint.identity import changed_settings
 from titan.cli import main
 from titan.config.render import to_toml
+from titan.config.schema import JsonlSource
 from titan.contrib.megatron.data import MegatronTokens
 from titan.contrib.megatron.tests.test_data import draw_documents, options, write_by_hand
 from titan.data import DataError
 from titan.data.base import SOURCE_SHIFT
 from titan.data.reading import PIECE_CHARS
 from titan.data.shards import PADDING, TokenShards
+from titan.data.sources import source_names
 from titan.losses.loss import IGNORED
 from titan.tasks.next_token import NextToken
 
@@ -42,6 +44,12 @@ def prepared(folder: Path) -> dict[str, Any]:
 
 def entries() -> list[str]:
     return [f"{'ab'[source]}:{row}" for source, rows in LEFT_OUT.items() for row in rows]
+
+
+def test_sources_have_names_of_their_own() -> None:
+    paths = ("a.jsonl", "a-2.jsonl", "x/a.jsonl", "a*.jsonl")
+    names = source_names([JsonlSource(path=path) for path in paths])
+    assert names[:2] == ["a", "a-2"] and len({*names}) == 4
 
 
 def samples_of(data: dict[str, Any]) -> Any:
@@ -137,7 +145,9 @@ def test_refused(tmp_path: Path) -> None:
     (tmp_path / "bad").write_text("a:1\nb\n")
     for entry, why in {
         f"{tmp_path}/bad": "'b' is not SOURCE:ROW",
-        "a:x": "a:x: .*[Nn]o such file",
+        "a:x": "'a:x' is not SOURCE:ROW",
+        "a:-1": "'a:-1' is not SOURCE:ROW",
+        "a": "a: cannot be read: No such file",
     }.items():
         with pytest.raises(ValueError, match=why):
             job(data={"skip": [entry]})

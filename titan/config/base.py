@@ -19,7 +19,7 @@ from titan.base.untrusted import read_lines
 from .errors import KeyPath, UnknownValue
 from .plug_ins import plug_ins_by_name
 
-_ROW = re.compile(r".+:\d{1,12}")  # SOURCE:ROW
+_ROW = re.compile(r".+:[0-9]{1,12}")  # SOURCE:ROW
 
 
 def _split_commas(value: Any) -> Any:
@@ -42,7 +42,7 @@ def _rows(value: Any) -> Any:
     """Replace files among rows by their lines, so that the resolved job names every row."""
     found = []
     for entry in _split_commas(value):
-        if _ROW.fullmatch(str(entry)):
+        if ":" in str(entry):
             found.append(entry)
         else:
             found += (line.strip() for _, line in read_lines(Path(entry).expanduser()))

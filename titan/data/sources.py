@@ -364,7 +364,9 @@ def source_names(sources: Sequence[s.Section]) -> list[str]:
         source = s.source_of(section)
         # A glob is named by its folder.
         name = Path(re.sub(r"/?\*.*", "", source.path or "")).stem or source.type
-        names.append(f"{name}-{number}" if name in names else name)
+        while name in names:
+            name += f"-{number}"
+        names.append(name)
     return names
 
 

@@ -40,8 +40,7 @@ class MTPMetrics(Hook):
         step, self.measured = self.trainer.train_step, None
         if not self.trainer.logs_this_step:
             return
-        zero = torch.zeros((), device=step.device)
-        total = torch.stack([zero, *self.means]).sum()
+        total = torch.stack([torch.zeros((), device=step.device), *self.means]).sum()
         if step.groups.loss is not None:
             dist.all_reduce(total, group=step.groups.loss)
         step.sum_over_groups([total])

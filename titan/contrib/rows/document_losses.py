@@ -45,14 +45,15 @@ class DocumentLosses(Hook):
         names = np.unique(np.concatenate(every))
         sums = step.group_sums
         sums.expect(len(names))
-        groups = (torch.from_numpy(names.searchsorted(each)) for each in found)
         step.evaluate(
-            replace(batch, groups_BS=each) for batch, each in zip(batches, groups, strict=True)
+            replace(batch, groups_BS=torch.from_numpy(names.searchsorted(each)))
+            for batch, each in zip(batches, found, strict=True)
         )
         sums.expect(len(sums.names))
         rows = np.column_stack([names, sums.sums[0][:-1].cpu()])
         rows = rows[rows[:, 2] > 0].tolist()
-        if step.in_backward is None:  # else no gradient is kept
+        # Else no gradient is kept, or that of few labels exceeds float16.
+        if step.in_backward is None and step.loss_scale is None:
             gradient_of = own_gradients(step, batches, found, number=trainer.step)
             for _, row in worst_first(rows)[:SHOWN]:
                 row += gradient_of(row[0], row[2])
@@ -60,6 +61,7 @@ class DocumentLosses(Hook):
             ranked = rank(trainer.config, rows)
             after = trainer.step - 1
             late = f" (NOT ITS WEIGHTS: those after step {after})" * (wanted <= after)
+            late += " (without the rows of data.skip)" if trainer.config.data.skip else ""
             content = {
                 "weights_after_step": after,
                 "rows": [*map(asdict, ranked)],

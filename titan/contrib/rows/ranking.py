@@ -67,7 +67,7 @@ def scores(table: Sequence[Sequence[float]]) -> list[float]:
     middle = median([*filter(isfinite, means)] or [0.0])
     found = [(mean - middle) * root for mean, root in zip(means, roots, strict=True)]
     sizes = [abs(score) for score in found if isfinite(score)] or [0.0]
-    unit = max(1.4826 * median(sizes), _LEAST * middle * median(roots)) or 1.0
+    unit = max(1.4826 * median(sizes), _LEAST * middle * median(roots or [0.0])) or 1.0
     return [score / unit if isfinite(score) else inf for score in found]
 
 

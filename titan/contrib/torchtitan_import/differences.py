@@ -25,8 +25,8 @@ class Differences(CheckExtension):
     """The lines `differences` of `titan check`, for a job with keys or flavors that only TorchTitan has."""
 
     def facts(self, config: JobConfig, known: dict[str, Any]) -> dict[str, Any]:
-        is_theirs = bool(config.source_map.warnings)  # of aliases.py
-        return {"differences": differences(config) if is_theirs else []}
+        # The warnings are of aliases.py.
+        return {"differences": differences(config) if config.source_map.warnings else []}
 
     def lines(self, facts: dict[str, Any]) -> list[str]:
         lines = [f"    {line}" for line in facts["differences"]]
@@ -63,8 +63,7 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
     if flavor.num_experts:
         others |= TABLES["balance"].get(model.name, {})
     # TorchTitan applies DeepSeek's YaRN only to sequences longer than those of pretraining. titan always does, as transformers.
-    has_yarn = model.name == "deepseek_v3"
-    if has_yarn and config.training.seq_len <= flavor.original_context:
+    if model.name == "deepseek_v3" and config.training.seq_len <= flavor.original_context:
         others["rope_factor"] = 0.0
     for name in {**model.overrides, **others}:
         value = model.overrides.get(name, getattr(flavor, name))
@@ -72,8 +71,10 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
             yield f"model.overrides.{name}", f"{value}; {model.flavor} has {theirs} there"
     optimizer = config.any_optimizer
     if optimizer.weight_decay and not optimizer.decay_norms:
-        message = "false spares norms from weight decay; TorchTitan does not"
-        yield "optimizer.decay_norms", message
+        yield (
+            "optimizer.decay_norms",
+            "false spares norms from weight decay; TorchTitan does not",
+        )
 
 
 def _in_defaults(config: JobConfig) -> Iterator[RuleViolation]:
@@ -88,5 +89,5 @@ def _in_defaults(config: JobConfig) -> Iterator[RuleViolation]:
         }.get(path[0], True)
         ours = getattr(section, name, theirs)
         if is_used and name not in section.model_fields_set and ours != theirs:
-            shown = "that of training" if ours is None else format_value(ours)
-            yield key, f"{shown} by default; TorchTitan's default is {format_value(theirs)}"
+            ours = "that of training" if ours is None else format_value(ours)
+            yield key, f"{ours} by default; TorchTitan's default is {format_value(theirs)}"

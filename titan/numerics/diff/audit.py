@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
     options, keys = parser_of("audit").parse_known_args(argv)
     keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
-    if options.rows:
+    if options.rows or options.against:
         return show_rows(options, keys)
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
     if not put_json(asdict(found), options.json):

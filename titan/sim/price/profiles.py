@@ -45,7 +45,7 @@ _SELF = {"name", "note", "assumes", "kin", "unsupported"}
 _NOT_FROM_BASE = {"matmul_alone", *_SELF}
 _DTYPES = sorted({"float64"}.union(*(row.peak_flops for row in HARDWARE)))
 _NOT_FIGURES = {"device", "is_cpu", "margin", "measured", "sources", *_SELF}
-_NOT_SET = {"network", "attention_kernel", *_NOT_FIGURES}
+_NOT_SET = {"network", "attention_kernel", "compute_capability", *_NOT_FIGURES}
 """Entries that `--set` does not change."""
 
 

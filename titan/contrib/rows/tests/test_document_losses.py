@@ -302,3 +302,4 @@ def test_losses_that_are_not_finite_come_first(tmp_path: Path) -> None:
         first, second, *_ = rank(config_of(tmp_path, {}), [*table, [20, bad, 9], [21, 900, 99]])
         assert (first.row, second.row) == ("text:20", "text:21")
         assert lines([first])[0] == "1 of 1 rows stand out"
+    assert rank(config_of(tmp_path, {}), []) == []  # all of the step was left out
