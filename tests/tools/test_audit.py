@@ -20,6 +20,7 @@ from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
 from titan.numerics.diff.audit import Audit, audit
 from titan.numerics.diff.saved import compare_steps
+from titan.numerics.experiment import Side, recomputation
 from titan.run.hook import Hook
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
@@ -296,3 +297,12 @@ def test_what_a_checkpoint_says_beside_its_tensors_is_compared(
     file.write_text(file.read_text().replace(text, f"{text}0", 1))
     found = compare_steps(one, two, None, rounds=False)
     assert not found.equal_bits and text.split('"')[1] in found.other[0]
+
+
+def test_each_phase_has_the_batch_of_the_run() -> None:
+    """On any number of ranks: a phase with another local batch has its own number of sequences in a step."""
+    phases = [{"from_step": 5, "local_batch_size": 8}, {"from_step": 7, "local_batch_size": 2}]
+    config = job(training={"local_batch_size": 4, "steps": 8}, phase=phases)
+    changes = recomputation(Side([], config, 2), base=None, step=6, record=[])
+    assert changes["training.global_batch_size"] == 8
+    assert changes["phase"] == [{**phases[0], "global_batch_size": 16}]

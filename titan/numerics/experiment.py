@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +189,12 @@ def recomputation(
         "debug.record_steps": [*record],
     }
     if config.phase:
-        _, *begun = (p.first_step <= step for p in phases_of(config, world_size=side.ranks))
-        phases = compress(config.phase, begun)
-        changes["phase"] = [phase.model_dump(exclude_none=True) for phase in phases]
+        _, *later = phases_of(config, world_size=side.ranks)
+        changes["phase"] = [
+            table.model_dump(exclude_none=True) | {"global_batch_size": phase.sequences}
+            for table, phase in zip(config.phase, later, strict=False)
+            if phase.first_step <= step
+        ]
     if getattr(config, "evaluation", None):
         changes["evaluation"] = []
     if base is not None:
