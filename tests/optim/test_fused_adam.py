@@ -22,7 +22,7 @@ class Sizes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = {"one": (4, 1024), "odd": (3, 100), "norm": (1024,)}
+        shapes = {"one": (4, 1024), "more": (7, 1024), "odd": (3, 100), "norm": (1024,)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 

@@ -205,7 +205,6 @@ def _never_reached(config: JobConfig) -> Violations:
     """Yield settings for steps that the run does not reach. The last step always logs, validates, evaluates and saves."""
     profiling, faults, steps = config.profiling, config.fault_tolerance, config.training.steps
     traces = profiling.enable_profiling or profiling.enable_memory_snapshot
-    checks_loss = faults.on_spike != "off"
     wanted = {
         "profiling.profile_freq": (profiling.profile_freq * traces, "no trace"),
         "fault_tolerance.replay_every": (faults.replay_every, "no replay"),
@@ -213,8 +212,6 @@ def _never_reached(config: JobConfig) -> Violations:
             faults.check_replicas_every_n_steps,
             "no comparison",
         ),
-        "fault_tolerance.spike_min_steps": (faults.spike_min_steps * checks_loss, "no check"),
-        "debug.record_steps": (max(config.debug.record_steps, default=0), "no record of it"),
     }
     for key, (first, what) in wanted.items():
         if first > steps:

@@ -56,6 +56,8 @@ class Pipeline:
         is_last: this rank has the last stage.
     """
 
+    idle: int | None = None
+    """A target that adds nothing to the loss, for runs that only compile. None: there is none."""
     compiles_first = True
     """Whether compiled stages run once before the first step of a shape, all ranks at the same time."""
 
@@ -251,7 +253,8 @@ class Pipeline:
                 x.requires_grad_()
             output = stage(x, **more)
             if number == self.schedule.num_stages - 1:
-                output = self.loss_fn(output, targets[:rows])
+                idle = targets if self.idle is None else torch.full_like(targets, self.idle)
+                output = self.loss_fn(output, idle[:rows])
             output.backward(torch.zeros_like(output))
             undo()
 

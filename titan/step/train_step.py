@@ -34,6 +34,7 @@ from titan.base.untrusted import InputError
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
+from titan.losses.loss import IGNORED
 from titan.optim.averaged import build_average
 from titan.optim.clipping import clip_gradients
 from titan.optim.expert_bias import ExpertBiasBalancer
@@ -125,6 +126,8 @@ class TrainStep:
         self.join_groups(1, lambda _: None)
         self.config, self.task = self.job.config, self.job.task
         self.group_sums = self.task.group_sums
+        if self.pipeline is not None and self.task.loss_can("sums_groups"):
+            self.pipeline.idle = IGNORED
         early = self.config.steps_in_backward
         self.in_backward = OptimizerInBackward(self.optimizer) if early else None
         self.groups = StepGroups.of(self.mesh)

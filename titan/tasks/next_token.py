@@ -77,9 +77,7 @@ class NextToken(Task[Batch]):
 
     def describe(self) -> str:
         tokenizer = f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens"
-        is_silent = len(self.config.data.sources) > 1 and not self.group_sums.count
-        remark = "; no loss by source: the loss is not titan's" if is_silent else ""
-        return f"{describe_sources(self.config)}; tokenizer {tokenizer}{remark}"
+        return f"{describe_sources(self.config)}; tokenizer {tokenizer}"
 
     def fake_batch(self) -> Batch:
         training, data = self.config.training, self.config.data
