@@ -19,8 +19,6 @@ from titan.base.untrusted import read_lines
 from .errors import KeyPath, UnknownValue
 from .plug_ins import plug_ins_by_name
 
-_ROW = re.compile(r".+:[0-9]{1,12}")  # SOURCE:ROW
-
 
 def _split_commas(value: Any) -> Any:
     """Split "a, b", which is how TorchTitan's older files write lists."""
@@ -40,13 +38,15 @@ def _numbers(value: Any) -> Any:
 
 def _rows(value: Any) -> Any:
     """Replace files among rows by their lines, so that the resolved job names every row."""
+    if not isinstance(value, str | list):
+        return value
     found = []
-    for entry in _split_commas(value):
-        if ":" in str(entry):
-            found.append(entry)
+    for entry in map(str, _split_commas(value)):
+        if ":" in entry:
+            found += [entry]
         else:
             found += (line.strip() for _, line in read_lines(Path(entry).expanduser()))
-    if wrong := [row for row in found if not _ROW.fullmatch(row)]:
+    if wrong := [row for row in found if not re.fullmatch(r".+:[0-9]{1,12}", row)]:
         raise ValueError(f"{wrong[0]!r} is not SOURCE:ROW")
     return found
 
