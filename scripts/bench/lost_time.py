@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder.absolute()
     install_hook(folder)
-    # For this process, whose path its children take over, and for the ranks that they start.
+    # For this process and its children, which inherit sys.path, and for the ranks that they start.
     paths = [str(folder), str(ROOT)]
     sys.path += paths
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

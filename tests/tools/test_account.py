@@ -154,7 +154,7 @@ def test_a_rank_that_others_wait_for() -> None:
 
 
 def test_the_trace_of_another_program(tmp_path: Path, shell: Shell) -> None:
-    """Any job of PyTorch, without a run folder: the cost of its own ranges and of its .item()."""
+    """A trace of a plain PyTorch program, without a run folder: the time of its named ranges and of `.item()`."""
     x = torch.ones(64, 64)
     with profile(record_shapes=True) as recorded:
         with record_function("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):

@@ -261,7 +261,7 @@ class CompileSection(Section):
     enable: bool = False
     """Compile. The first step takes longer, up to minutes; the following ones are faster."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What to compile. "model": each block. "loss": the elementwise part of the loss."""
+    """Parts that torch.compile compiles. "model": each block. "loss": the elementwise part of the loss."""
     backend: str = "inductor"
     """Compiler backend. Others than "inductor", such as "aot_eager", are for debugging."""
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"

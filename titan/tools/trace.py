@@ -231,7 +231,7 @@ def _find_places(events: list[TraceEvent]) -> None:
 
 
 def _exclusive(ranges: list[TimeRange], begin: int, end: int) -> list[TimeRange]:
-    """Give each instant from `begin` to `end` to one range: to work, else to communication, else to the host."""
+    """Assign each instant from `begin` to `end` to one range: to work, then to communication, then to the host."""
     edges = []
     for number, each in enumerate(ranges):
         # Cut off time outside the step.

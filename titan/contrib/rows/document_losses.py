@@ -76,6 +76,6 @@ def hook(trainer: RunProgress) -> DocumentLosses | None:
         return None
     if not trainer.task.loss_can("sums_groups"):
         raise InputError(
-            f"{type(trainer.task).__name__} has a loss of its own: no loss by document"
+            f"the loss of {type(trainer.task).__name__} cannot be summed by document"
         )
     return DocumentLosses(trainer)

@@ -126,7 +126,7 @@ def address_of(server: Any) -> str:
 
 @contextmanager
 def groups_of_lighthouse(folder: Path, server: Any) -> Iterator[Callable[..., Group]]:
-    """Give a function that starts groups of a lighthouse, and end them all."""
+    """Yield a function that starts groups at a lighthouse. End all groups afterwards."""
     started: list[Group] = []
 
     def start(number: int, *settings: str, **options: Any) -> Group:
@@ -169,7 +169,7 @@ sys.exit(main(sys.argv[2:]))
 def start_group(
     number: int, folder: Path, address: str, *settings: str, state_s: int = 0
 ) -> Group:
-    """Start a group. One that takes `state_s` seconds to hand over its state says nothing."""
+    """Start a group. It prints nothing if it takes `state_s` seconds to send its state."""
     program = ["-m", "titan.cli", "train", "--nproc", "1"]
     if state_s:
         program = ["-c", SLOW_STATE, str(state_s), "train"]

@@ -245,10 +245,8 @@ def test_documents_without_numbers_are_refused(tmp_path: Path) -> None:
         job(tmp_path / "c", base=with_changes(base, debug={"document_losses": 0}))
     )
     trainer.config = job(base=base)
-    trainer.task.loss_can = lambda name: False  # as a task with a loss of its own
-    with pytest.raises(
-        InputError, match="NextToken has a loss of its own: no loss by document"
-    ):
+    trainer.task.loss_can = lambda name: False  # as a task whose loss takes no groups
+    with pytest.raises(InputError, match="the loss of NextToken cannot be summed by document"):
         hook(trainer)
     trainer.close()
 
