@@ -84,7 +84,7 @@ def parsers(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommandParser]:
 
 # They answer nothing, or write files of a format that they have not chosen.
 WITHOUT_JSON = (
-    "init completion prepare train slurm watch plot generate"
+    "init prepare train slurm watch plot generate"
     " tokenizer-train convert-from-hf convert-to-hf convert-from-megatron"
 )
 
@@ -424,20 +424,6 @@ def test_check_says_whether_it_fits() -> None:
     assert titan("sim", job[1], "--world-size=1", "--hardware=h200")[2] == err
 
 
-def test_the_shell_completes_commands_and_keys() -> None:
-    def complete(*words: str) -> list[str]:
-        asked = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _titan"
-        script = f"{shown}\n{asked}\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
-        done = finished(["bash", "-c", script])
-        return done.stdout.split()
-
-    exit_code, shown, _ = titan("completion")
-    assert exit_code == 0
-    assert complete("titan", "pl") == ["plot", "plan"]
-    assert complete("titan", "train", "job.toml", "--training.seq") == ["--training.seq_len="]
-    assert complete("titan", "train", "jo") == []  # files, by the shell's default
-
-
 def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     code = 'def bark(argv):\n    """Bark as often as it is asked.\n\n    No more."""\n    print("wuff " * len(argv))\n    return 5\n'
@@ -460,8 +446,6 @@ def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said = "entry point lost (package my-dog) cannot be loaded: ModuleNotFoundError"
     exit_code, _, [line, *_] = titan("lost")
     assert exit_code == 2 and line.startswith(said)
-    _, script, _ = titan("completion")
-    assert " bark " in script and " lost" in script
 
 
 def test_an_unset_hardware_is_no_hardware() -> None:

@@ -2,7 +2,8 @@
 
 Each row of lost_time.toml makes a run slow as a user does: by keys of the job, or by the hook of tests/support/slow_hooks.py. The slow run and
 the quick one are trained in turn, each in its own processes, and `titan profile` makes the account of the slow one. A line for each row has
-its first cause, the share of the step that the account states, and the share that the quick run gains, both medians. On a shared machine
+its first cause, the share of the step that the account states, the share that the quick run gains, both medians, and the quick run's own
+first cause. On a shared machine
 the seconds of the wall say little, so the gain is in those of the CPU unless the slow run waits.
 """
 
@@ -72,17 +73,25 @@ def train(folder: Path, row: Row, side: str) -> tuple[Path, float]:
     return run, median(each["step_s"] for each in rows) + pauses_s
 
 
-def compare(folder: Path, row: Row) -> tuple[str, float, float]:
-    """Train a pair. Return the first cause, the share that it loses by the account, and the share that the quick run gains."""
-    run, slow_s = train(folder, row, "slow")
-    file = folder / "account.json"
+def account_of(run: Path, row: Row) -> tuple[str, float]:
+    """Return the first cause of a run's account, and the share of the step that it loses."""
+    file, job = run / "account.json", run / "meant.toml"
+    job.write_text(f"[training]\nmixed_precision_param = '{row.get('meant', 'auto')}'")
     with redirect_stdout(StringIO()):
-        titan(["profile", str(run), f"--json={file}"])
+        titan(["profile", str(run), f"--json={file}", f"--job={job}"])
     facts = json.loads(file.read_text())
     cause, places = next(iter(facts["lost_ms"].items()))
     # Of the traced steps: on a machine with other work, the steps without a trace differ.
-    stated = sum(places.values()) / (facts["step_ms"] - facts["unattributed_ms"])
-    return cause, stated, 1 - train(folder, row, "quick")[1] / slow_s
+    return cause, sum(places.values()) / (facts["step_ms"] - facts["unattributed_ms"])
+
+
+def compare(folder: Path, row: Row) -> tuple[str, float, float, str]:
+    """Train a pair. Return the first cause, the share that it loses by the account, the share that the quick run gains, and its account."""
+    run, slow_s = train(folder, row, "slow")
+    cause, stated = account_of(run, row)
+    run, quick_s = train(folder, row, "quick")
+    healthy = "{} {:.1%}".format(*account_of(run, row))
+    return cause, stated, 1 - quick_s / slow_s, healthy
 
 
 def main() -> None:
@@ -98,17 +107,19 @@ def main() -> None:
     paths = [str(folder), str(ROOT)]
     sys.path += paths
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    found: dict[str, list[tuple[str, float, float]]] = {name: [] for name in options.names}
+    found: dict[str, list[tuple[str, float, float, str]]] = {name: [] for name in options.names}
     for _ in range(options.pairs):
         for name, pairs in found.items():
             pairs.append(compare(folder, TABLE["row"][name]))
             print(name, *pairs[-1], file=sys.stderr, flush=True)
-    print("| slowness | first cause | stated | gained | ratio |\n|---|---|---|---|---|")
+    print(
+        "| slowness | first cause | stated | gained | ratio | the quick run |\n|---|---|---|---|---|---|"
+    )
     for name, pairs in found.items():
         causes = ", ".join({cause for cause, *_ in pairs})
         stated, gained = median(p[1] for p in pairs), median(p[2] for p in pairs)
         shares = f"{stated:.1%} | {gained:.1%} | {stated / gained:.2f}"
-        print(f"| {name} | {causes} | {shares} |")
+        print(f"| {name} | {causes} | {shares} | {pairs[-1][3]} |")
 
 
 if __name__ == "__main__":

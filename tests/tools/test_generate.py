@@ -5,9 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +13,11 @@ import torch
 
 from tests.support.commands import Shell
 from tests.support.jobs import job
-from tests.support.ranks import Pool
 from tests.support.trainers import Trainer, run_to_end
 from titan.cli import main as titan
 from titan.config.errors import ConfigError
-from titan.config.schema import TokenizerSection
 from titan.data import DataError
-from titan.data.tokenizer import EOS, build_tokenizer
-from titan.parallel.torch_compat import set_timeout
+from titan.data.tokenizer import EOS
 from titan.step import train_step
 from titan.tools import answers, generate
 
@@ -194,33 +188,9 @@ def test_without_a_template_it_says_what_to_set(run: Path, shell: Shell) -> None
     assert f"tokenizer {folder / 'tokenizer.json'} has no chat template" in error
 
 
-class Slow(io.StringIO):
-    """A person who thinks for longer than a collective may take."""
-
-    def readline(self, *args: Any) -> str:
-        time.sleep(1.5)
-        return super().readline(*args)
-
-
-def converse(words: list[str]) -> list[str]:
-    """Answer what a person says on rank 0 with it; return what this rank answered."""
-    set_timeout(timedelta(seconds=1))
-    answered: list[str] = []
-    args = generate.parse(["--checkpoint", "unused", "--interactive"])
-    generator: Any = answers.Answers(
-        torch.nn.Linear(1, 1), build_tokenizer(TokenizerSection(), hf_assets_path=""), args
-    )
-    generator.of_messages = lambda messages, **_: messages[-1]["content"]
-    generator.stream = lambda prompt: iter([prompt])
-    generator.print_stream = lambda parts: answered.append("".join(parts)) or answered[-1]
-    sys.stdin = Slow("".join(f"{word}\n" for word in words))
-    generator.converse()
-    return answered
-
-
-def test_ranks_wait_for_a_person_without_a_limit(pool: Pool) -> None:
-    for answered in pool.run(2, converse, ["hello", "again"]):
-        assert answered == ["hello", "again"]
+def test_one_process_holds_a_conversation(shell: Shell) -> None:
+    error = shell.refuse("generate --checkpoint unused --interactive --nproc 2")
+    assert "--interactive: one process answers: leave out --nproc" in error
 
 
 def test_weights_on_an_accelerator_are_in_16_bits_and_no_gpu_is_touched_before(

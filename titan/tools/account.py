@@ -10,7 +10,7 @@ causes apply, the first in CHANGES is taken: a compilation in a hook is a compil
 
     compilation 20 + hook 10 + norm 12 + fp32 20 + wait 10 = 72 lost; the reference is 28 = 100 - 72
 
-The reference is what the trace shows itself: the longest operator of a norm, the rate of bf16, the rank that waits least. With --hardware it
+The reference is what the trace shows itself: the longest operator of a norm, once, the rate of bf16, the rank that waits least. With --hardware it
 is the simulated step, and transfers and idle time are lost as far as they exceed the simulated ones. On a CPU, where the host is the
 device, its own time is lost only if more micro-batches than one repeat it. The profiler's own time is taken
 out for each event. What is left of the difference is one line: not attributed.
@@ -21,14 +21,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from functools import partial
 from statistics import fmean, median
+from timeit import repeat
 from typing import Any
 
 from titan.base.rows import Row
 from titan.observe.step_parts import COMMUNICATION, HOST, MODULE
 
-from .trace import BACKWARD, RECOMPUTED, Record, TimeRange, TracedSteps, TraceEvent
+from .trace import BACKWARD, RECOMPUTED, Record, TimeRange, TracedSteps
 from .trace_kinds import (
     CHECKPOINT,
     COLLECTION,
@@ -61,14 +63,19 @@ CHANGES = {
     HOST: "the host is late: compile, or larger batches",
 }
 _AFTER_WAIT = 100_000  # ns: the device is empty after a wait, so idle time that begins so soon is due to it
-_EVENT_MS = 0.0015  # that an event takes the profiler, at most
+_EVENT_MS = 0.005  # that an event takes the profiler, at most
 Times: Any = Counter  # of milliseconds by name; its stub knows whole numbers only
 _SMALL = 10_000  # ns: work that is so short takes about as long for a larger batch
 _LEAST = 0.03  # share of a step
 
 
 def account(
-    timelines: dict[str, TracedSteps], rows: Sequence[Row], *, tokens: float, simulated: Any
+    timelines: dict[str, TracedSteps],
+    rows: Sequence[Row],
+    *,
+    tokens: float,
+    simulated: Any,
+    dtype: str = "",
 ) -> Record:
     """Return the account of a rank.
 
@@ -77,6 +84,7 @@ def account(
         rows: rows of metrics after the first, if there are some.
         tokens: tokens of a step, if there are no rows; 0: unknown.
         simulated: facts of `titan sim`, or None.
+        dtype: dtype that the job computes in.
 
     Returns:
         Milliseconds of the step, of its reference, of each cause by place, the largest first, and of the rest. They add up.
@@ -95,7 +103,7 @@ def account(
             max((timeline.step_ms - step) * timeline.num_steps / len(timeline.events), 0),
             _EVENT_MS,
         )
-    lost = _lost(timeline, per_event)
+    lost = _lost(timeline, per_event, dtype)
     reference = lost.pop("").total()
     if later:  # rows tell of the steps without a trace, too
         every = rows[-1]["step"] / len(rows)
@@ -135,8 +143,9 @@ def page(facts: Record) -> Iterator[str]:
     yield f"step {step_ms:,.1f} ms; {facts['reference_ms']:,.1f} ms without the lost time"
     yield f"{'ms':>10}{'share':>8}{'tokens/s':>12} without it"
     for ms, text in [(0, "measured"), *lines]:
-        tokens_per_s = facts["tokens"] / (step_ms - ms) * 1e3
-        yield f"{ms:>10,.1f}{ms / step_ms:>8.1%}{tokens_per_s:>12,.0f}  {text}"
+        rate = f"{facts['tokens'] / (step_ms - ms) * 1e3:,.0f}" if facts["tokens"] else "?"
+        # Adding 0 makes -0.0 a 0.0.
+        yield f"{round(ms, 1) + 0:>10,.1f}{round(ms / step_ms, 3) + 0:>8.1%}{rate:>12}  {text}"
 
 
 def _reduce(places: Any, ms: float) -> None:
@@ -146,7 +155,7 @@ def _reduce(places: Any, ms: float) -> None:
         places[place] *= share
 
 
-def _lost(timeline: TracedSteps, per_event: float) -> dict[str, Any]:
+def _lost(timeline: TracedSteps, per_event: float, dtype: str) -> dict[str, Any]:
     """Return the milliseconds of a step that were lost, by cause and place. The cause "" has what is left, the reference."""
     starts = Counter(
         event.name
@@ -154,34 +163,38 @@ def _lost(timeline: TracedSteps, per_event: float) -> dict[str, Any]:
         if event.name.startswith(MODULE) and BACKWARD not in event.within
     )
     batches = max(starts.values(), default=1) / timeline.num_steps
-    times = defaultdict[tuple[str, str], Any](Times)
+    times = defaultdict[tuple[str, str], Any](partial(defaultdict, list))
+    in_fp32 = {e.event.module for e in timeline.exclusive if _is_fp32(e)}
     synchronized = -_AFTER_WAIT
     for each in timeline.exclusive:
         ms = (each.end - each.begin) / 1e6 - per_event * (each.begin == each.event.begin)
-        cause = _cause(each, has_batches=batches > 1)
+        cause = _cause(each, has_batches=batches > 1, in_fp32=in_fp32)
         if cause == SYNC:
             synchronized = each.end
         elif each.part == HOST and each.begin < synchronized + _AFTER_WAIT:
             cause = SYNC
-        times[cause, _where(each)][each.name] += max(ms, 0) / timeline.num_steps
-    as_bf16 = _share_of_bf16(timeline)
+        times[cause, _where(each)][each.name].append(max(ms, 0) / timeline.num_steps)
+    as_bf16 = _share_of_bf16(timeline, dtype)
     lost = defaultdict[str, Any](Times)
-    for (cause, where), names in times.items():
-        total = names.total()
+    for (cause, where), calls in times.items():
+        sums = {name: sum(ms) for name, ms in calls.items()}
+        total = sum(sums.values())
         kept = {
             "": total,
             BATCH: total / batches,
             HOST: 0 if timeline.is_gpu else total,
-            HAND_NORM: max(names.values()),
-            MATH: max(names.values()),
-            FP32: total * as_bf16,
+            # One kernel reads and writes as the longest does, once in each call.
+            HAND_NORM: max(map(fmean, calls.values())) * min(map(len, calls.values())),
+            MATH: max(sums.values()),
+            # Casts go, too.
+            FP32: as_bf16 * sum(ms for name, ms in sums.items() if "copy" not in name),
         }.get(cause, 0)
         lost[cause][where] += total - kept
         lost[""][where] += kept
     return lost
 
 
-def _cause(each: TimeRange, *, has_batches: bool) -> str:
+def _cause(each: TimeRange, *, has_batches: bool, in_fp32: Set[str]) -> str:
     """Return the key of CHANGES for a time range, or "" for work."""
     within = {*each.event.within, each.part}
     applies = {
@@ -189,11 +202,15 @@ def _cause(each: TimeRange, *, has_batches: bool) -> str:
         HAND_NORM: NORM not in within
         and each.event.module.endswith("norm")
         and each.part in ("elementwise", "copies"),
-        FP32: each.part == "matmul"
-        and each.event.details.get("Input type", [""])[0] == "float",
+        FP32: _is_fp32(each) or ("cast" in within and each.event.module in in_fp32),
         BATCH: has_batches and (each.part == HOST or each.end - each.begin < _SMALL),
     }
     return next((cause for cause in CHANGES if cause in within or applies.get(cause)), "")
+
+
+def _is_fp32(each: TimeRange) -> bool:
+    """Return whether a time range is of a product of fp32 matrices."""
+    return each.part == "matmul" and each.event.details.get("Input type", [""])[0] == "float"
 
 
 def _where(each: TimeRange) -> str:
@@ -203,14 +220,33 @@ def _where(each: TimeRange) -> str:
     return each.event.details.get("Process Group Description", place or each.name)
 
 
-def _share_of_bf16(timeline: TracedSteps) -> float:
-    """Return the share of the time of products in fp32 that bf16 takes for as many operations, by the trace's own rates."""
-    work, times = defaultdict[str, dict[TraceEvent, int]](dict), Counter[str]()
+def _share_of_bf16(timeline: TracedSteps, dtype: str) -> float:
+    """Return the share of the time of products in fp32 that bf16 takes for as many operations, by the trace's own rates.
+
+    If a bf16 job has none in bf16, the longest of them is measured on this machine.
+    """
+    work, times = (
+        defaultdict[str, Counter[Any]](Counter),
+        defaultdict[str, Counter[Any]](Counter),
+    )
     for each in timeline.exclusive:
-        matrices = [dims for dims in each.event.details.get("Input Dims", ()) if len(dims) > 1]
-        if each.part == "matmul" and len(matrices) > 1:
-            dtype = each.event.details["Input type"][0]
-            work[dtype][each.event] = math.prod(matrices[-2]) * matrices[-1][-1]
-            times[dtype] += each.end - each.begin
-    fp32, bf16 = (sum(work[d].values()) / (times[d] or 1) for d in ("float", "c10::BFloat16"))
+        dims = [dims for dims in each.event.details.get("Input Dims", ()) if len(dims) > 1]
+        if each.part == "matmul" and len(dims) > 1:
+            name, shape = each.event.details["Input type"][0], tuple(map(tuple, dims[-2:]))
+            work[name][each.event] = math.prod(dims[-2]) * dims[-1][-1]
+            times[name][shape] += each.end - each.begin
+    names = "float", "c10::BFloat16"
+    if dtype == "bfloat16" and not timeline.is_gpu and names[0] in times.keys() - {names[1]}:
+        [(shape, _)] = times[names[0]].most_common(1)
+        bf16, fp32 = (_seconds(shape, dtype) for dtype in ("bfloat16", "float32"))
+        return min(bf16 / fp32, 1)
+    fp32, bf16 = (work[n].total() / (times[n].total() or 1) for n in names)
     return fp32 / max(fp32, bf16, 1e-9)
+
+
+def _seconds(shape: Any, dtype: str) -> float:
+    """Return the least time of five products of two shapes on this machine."""
+    import torch
+
+    factors = [torch.ones(each, dtype=getattr(torch, dtype)) for each in shape]
+    return min(repeat(partial(torch.matmul, *factors), number=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,7 +36,6 @@ from titan.data.reading import read_row
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.parallel import apply_tp, build_mesh, materialize
-from titan.parallel.init_distributed import default_store
 from titan.step.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
 
@@ -146,7 +144,6 @@ class Answers:
         names = ("max_new_tokens", "temperature", "top_k", "seed")
         self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._lines = 0  # lines read so far
 
     @cached_property
     def template(self) -> Any:
@@ -188,22 +185,19 @@ class Answers:
 
     def answer_file(self, prompts: Sequence[_Prompt]) -> None:
         """Print a line of JSON for each prompt, in their order."""
-        # Prompts of about the same length share a batch, which then has little padding.
-        order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-        answers = [""] * len(prompts)
-        for begin in range(0, len(order), self.batch_size):
-            numbers = order[begin : begin + self.batch_size]
-            found = self.stopping.complete([prompts[number].ids for number in numbers])
-            for number, ids in zip(numbers, found, strict=True):
-                answers[number] = self.tokenizer.continuation(prompts[number].ids, ids)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            if self.is_first:
-                print(json.dumps({**prompt.given, "completion": answer}, ensure_ascii=False))
+        for begin in range(0, len(prompts), self.batch_size):
+            batch = prompts[begin : begin + self.batch_size]
+            for prompt, ids in zip(
+                batch, self.stopping.complete([each.ids for each in batch]), strict=True
+            ):
+                text = self.tokenizer.continuation(prompt.ids, ids)
+                if self.is_first:
+                    print(json.dumps({**prompt.given, "completion": text}, ensure_ascii=False))
 
     def converse(self) -> None:
         """Answer each line of standard input, in one conversation, until its end or an empty line."""
         messages: list[dict[str, Any]] = []
-        while (line := self._read()) is not None:
+        while line := self._read():
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 prompt = self.of_messages(asked, where="standard input")
@@ -212,6 +206,10 @@ class Answers:
                 continue
             answer = self.print_stream(self.stream(prompt))
             messages = [*asked, {"role": "assistant", "content": answer.strip()}]
+
+    def _read(self) -> str:
+        print("> ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().rstrip("\n")
 
     def print_stream(self, parts: Iterable[str]) -> str:
         """Print pieces of a text as they arrive, on one rank. Return the text."""
@@ -222,26 +220,6 @@ class Answers:
         if self.is_first:
             print()
         return text
-
-    def _read(self) -> str | None:
-        """Read the next line. Return it on every rank, or None at the end."""
-        line = ""
-        if self.is_first:
-            print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline().rstrip("\n")
-        if dist.is_initialized():
-            # Over the store: collectives have a time limit, and a person may think for longer.
-            store, key, self._lines = (
-                default_store(),
-                f"titan line {self._lines}",
-                self._lines + 1,
-            )
-            if self.is_first:
-                store.set(key, line)
-            while not store.check([key]):
-                time.sleep(0.05)
-            line = store.get(key).decode()
-        return line or None
 
 
 def read_prompts(file: Path, answers: Answers) -> list[_Prompt]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from titan.checks.rules import check as check_rules
 from titan.commands import summary_of
-from titan.config.errors import ConfigError, Problem, did_you_mean, readable
+from titan.config.errors import ConfigError, Problem, choose, readable
 from titan.config.load import load_from_argv
 from titan.config.options import JOB, command_parser, known_options, mistake, put_json
 from titan.config.render import json_schema, to_toml
@@ -63,8 +63,7 @@ def _shipped(name: str, target: Path | None, json: str | None) -> int:
         print("\n".join(f"{job:{width}}  {about(file)}" for job, file in known.items()))
         return 0
     if name not in known:
-        hint = did_you_mean(name, known) or "; `titan config --list` lists them"
-        raise mistake("--list", f"there is no job '{name}'{hint}")
+        raise mistake("--list", f"there is no job '{name}'{choose(name, known)}")
     if target is not None:
         return copy(name, target, {})
     print(known[name].read_text(), end="")

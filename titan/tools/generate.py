@@ -57,6 +57,8 @@ def _check(args: argparse.Namespace) -> torch.device:
     if args.prompt and (args.prompts or args.interactive):
         fault = "is for one text: leave out --prompts and --interactive"
         wrong.append(("--prompt", fault))
+    if args.interactive and (args.nproc > 1 or "RANK" in os.environ):
+        wrong.append(("--interactive", "one process answers: leave out --nproc"))
     if not -(2**63) <= args.seed < 2**63:
         wrong.append(("--seed", f"expected a whole number below 2^63, got {args.seed}"))
     import torch

@@ -77,6 +77,9 @@ def read_metrics(file: Path) -> list[Row]:
     metrics = RowFile(file)
     metrics.update()
     rows = [with_recall(row) for row in metrics.thin.rows()]
+    for row in rows:
+        if (seconds := number(row.get("time_s"))) is not None:
+            row["time"] = seconds / 3600
     if metrics.problem or not rows:
         empty = (
             "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
@@ -103,32 +106,26 @@ def mark(start: Row, rows: list[Row], x: str) -> float | None:
     Returns:
         The place, or None if the rows do not determine it.
     """
-    step, unix_s, last = number(start.get("step")), number(start.get("unix_s")), rows[-1]
-    end_unix_s, end_s = number(last.get("unix_s")), number(last.get("time_s"))
+    step = number(start.get("step"))
     if step is None or x == "step":
         return step
-    if x == "time":
-        if unix_s is None or end_unix_s is None or end_s is None:
-            return None
-        return (unix_s - (end_unix_s - end_s)) / 3600
     from numpy import interp  # cheap next to matplotlib
 
-    # Between two rows the tokens grow evenly. Before the first one, they grow from zero.
-    steps, tokens = points(rows, "step", x)
-    return float(interp(step, [0.0, *steps], [0.0, *tokens]))
+    # Between two rows it grows evenly, and before the first one from zero.
+    steps, places = points(rows, "step", x)
+    return float(interp(step, [0.0, *steps], [0.0, *places]))
 
 
 def points(rows: list[Row], x: str, key: str) -> tuple[list[float], list[float]]:
-    """Return x and y of the rows that have the key. Time is in hours.
+    """Return x and y of the rows that have both.
 
     Args:
         rows: rows of metrics.
         x: "step", "tokens" or "time".
-        key: column of y.
+        key: column of y, or "time", in hours.
     """
-    x_key, unit = ("time_s", 3600) if x == "time" else (x, 1)
-    pairs = ((number(row.get(x_key)), number(row.get(key))) for row in rows)
-    known = [(a / unit, b) for a, b in pairs if a is not None and b is not None]
+    pairs = ((number(row.get(x)), number(row.get(key))) for row in rows)
+    known = [(a, b) for a, b in pairs if a is not None and b is not None]
     return [a for a, _ in known], [b for _, b in known]
 
 
@@ -264,4 +261,4 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     grey = [Line2D([], [], color="grey", **style, label=text) for text, style in styles.items()]
     upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey], frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, format=output.suffix[1:].lower() or "png")
+    figure.savefig(output)

@@ -12,6 +12,7 @@ from titan.base.run_folder import RunFolder
 from titan.base.untrusted import InputError
 from titan.commands import load_command
 from titan.config.options import put_json
+from titan.config.toml import read_toml
 
 from .account import account, page
 from .tables import parser_of
@@ -30,9 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     # Eight ranks at most: a large trace takes seconds.
     traces = {path.name.partition(".")[0]: read_trace(path) for path in paths[:8]}
     run, simulated = RunFolder(options.run), None
+    job = options.job or run.config
     if options.hardware:
-        simulated = _simulate(options.job or run.config, len(paths), options.hardware)
-    facts = account(traces, run.rows()[1:], tokens=options.tokens, simulated=simulated)
+        simulated = _simulate(job, len(paths), options.hardware)
+    asked = read_toml(job)[0].get("training", {}) if job.exists() else {}
+    dtype = asked.get("mixed_precision_param", "")
+    facts = account(
+        traces, run.rows()[1:], tokens=options.tokens, simulated=simulated, dtype=dtype
+    )
     if not put_json({"trace": str(paths[0])} | facts, options.json):
         print(paths[0].parent, *page(facts), sep="\n")
     return 0

@@ -24,7 +24,7 @@ from .prepare import open_all
 from .tables import OPTIONS, parser_of
 
 _SHOWN_TOKENS = 64
-_SMALLEST = 256 + len((BOS, EOS))
+_SMALLEST = 258  # bytes, and two special tokens
 
 
 def _parser() -> CommandParser:
@@ -115,7 +115,7 @@ def inspect(path: str, *, text: str) -> dict[str, Any]:
 def _page(facts: dict[str, Any]) -> str:
     specials = [f"{name} = {token}" for name, token in facts["special tokens"].items()]
     ids = facts["ids"]
-    more = f" ... {len(ids) - _SHOWN_TOKENS} more" if len(ids) > _SHOWN_TOKENS else ""
+    more = " ..." * (len(ids) > _SHOWN_TOKENS)
     shown = facts | {
         "vocabulary": f"{facts['vocabulary']:,} ids",
         "special tokens": f"{len(specials)}: {', '.join(specials[:8])}{' ...' * (len(specials) > 8)}",
