@@ -193,7 +193,8 @@ def simulate_spaces() -> int:
     """Simulate all layouts of the stored spaces, up to the tensor parallelism that they have."""
     spaces = json.loads(SPACES.read_text())
     for space in spaces.values():
-        job, most = space["job"], max(row["point"]["tp"] for row in space["rows"])
+        job = space["job"]
+        most = max((row["point"]["tp"] for row in space["rows"]), default=1)
         profile, config = load_profile(space["hardware"]), load_from_argv(job)
         search = LayoutSearch(
             job, config, profile, world_size=space["world"], held=space["held"]

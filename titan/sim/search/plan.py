@@ -36,6 +36,7 @@ from titan.sim.report.text import (
     columns,
     degrees,
     job_parser,
+    price_rows,
     say,
     unsupported,
     utilization,
@@ -205,6 +206,9 @@ def table(search: LayoutSearch, job: Variant, shown: Sequence[Ranked]) -> Iterat
         if variant.facts:
             before = job.facts if job.facts and variant is not job else None
             yield f"  {name:<4} {reason(variant.facts, before)}"
+    rows = price_rows(shown[0][1].facts["interval"])
+    bases = ", ".join(f"{work} {share} ({runs})" for work, share, runs, _ in rows)
+    yield f"plan 1 rests on published runs of each class of its work: {bases}"
 
 
 def refused(search: LayoutSearch, best: Point) -> list[Point]:
