@@ -194,10 +194,14 @@ def document(rows: dict[str, Row]) -> str:
         "groups": [_summary(what, _errors(of, SPEED)) for what, of in groups],
         "other_rows": map(_line, others),
         "dispatch": [_ratio(DISPATCH, experts["M1-DeepEP"], experts["M1"])],
-        "expert_rows": [
-            f"{_line(row).replace('| report |', '|')} {row.run['unlike']} |"
-            for row in experts.values()
-        ],
+        **{
+            f"{use}_experts": [
+                f"{_line(row).replace('| report |', '|')} {row.run['unlike']} |"
+                for row in experts.values()
+                if row.run["use"] == use
+            ]
+            for use in ("report", "unexplained")
+        },
         "profiled": published_classes.profiled(),
         "kernels": published_classes.kernels(),
         "intervals": sim_intervals.table(),
