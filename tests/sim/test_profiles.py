@@ -151,3 +151,12 @@ def test_later_machines_price_a_job(name: str) -> None:
     profiles[0] = profiles[0].model_copy(update={f: getattr(profiles[1], f) for f in HOST})
     steps = [simulate(job, world_size=2, profile=p).timeline.step_s for p in profiles]
     assert 0.5 < steps[0] / steps[1] <= 1.001  # never slower than what it came after
+
+
+def test_time_of_the_host_is_that_of_published_calls() -> None:
+    """nn.Linear and torch.matmul on x86 servers with H100, in tiny operations of one core (the figure's source has both)."""
+    tiny_us = load_profile("h100-sxm").host_tiny_us
+    assert tiny_us == pytest.approx((13.48 - 8.4) / (4.8 - 0.9), rel=0.02)
+    # Grace: three published ratios to x86.
+    ratio = (37.08 / 13.48 * (44.3 - 6.8) / (33 - 6.5) * 196.8 / 176.6) ** (1 / 3)
+    assert load_profile("gb200").host_tiny_us == pytest.approx(tiny_us * ratio, rel=0.02)
