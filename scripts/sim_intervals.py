@@ -31,7 +31,14 @@ CLASSES = (
 OTHER = "other software"
 """Class of a whole step of a program that the jobs do not imitate. No job of titan has it."""
 PARAMETERS = ("floor", *CLASSES, TENSOR, HARDWARE, OTHER)
-OTHERS = ("torchtitan-graph", "fms-fsdp", "arxiv-2407", "NVIDIA-NeMo", "KempnerInstitute")
+OTHERS = (
+    "torchtitan-graph",
+    "fms-fsdp",
+    "arxiv-2407",
+    "NVIDIA-NeMo",
+    "KempnerInstitute",
+    "llm-foundry",
+)
 LEFT_OUT = ("T8", "T9", "T10", "M3", "M4")
 """Rows that are no test: the power limit of these B200 is not published; M3 ran TransformerEngine's kernels, and M4 all experts in one bmm."""
 PRIOR, PRIOR_RUNS = 0.25, 0.5

@@ -191,7 +191,7 @@ def test_commands_print_the_interval(
     ends = r"  speed     [\d,.]+ to [\d,.]+ tokens/s/GPU: little is known of waiting for the host \(.*\); 90% of measured speeds"
     assert re.search(
         ends
-        + r" should be in the range, by 72 public runs .*\n(.*\n){2}  speed     [\d,]+ tokens/s/GPU, ",
+        + rf" should be in the range, by {intervals.errors()['devices']['h100-sxm']} public runs .*\n(.*\n){{2}}  speed     [\d,]+ tokens/s/GPU, ",
         printed,
     )
     printed = shell(f"sim {given} --hardware=h100-sxm", *large, "--json=large.json").out
