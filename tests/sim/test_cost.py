@@ -293,10 +293,10 @@ def test_bytes() -> None:
 
 
 def test_pytorchs_own_kernels_do_not_fill_a_fast_memory() -> None:
-    """2.7 of 8 TB/s on a B200; fused kernels have more loads in flight."""
+    """3.5 of 8 TB/s on a B200; fused kernels have more loads in flight."""
     b200 = Cost(load_profile("b200"))
     own = Kernel("add", "pointwise", read_bytes=2 << 30, write_bytes=1 << 30)
-    assert (3 << 30) / b200.kernel_s(own) == pytest.approx(2.7e12, rel=0.01)
+    assert (3 << 30) / b200.kernel_s(own) == pytest.approx(3.5e12, rel=0.01)
     fused = replace(own, name="fused", host="compiled")
     assert b200.kernel_s(fused) == pytest.approx((3 << 30) / (0.9 * 8e12) + LEAST_S)
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_commands_print_the_interval(
     ends = r"  speed     [\d,.]+ to [\d,.]+ tokens/s/GPU: little is known of waiting for the host \(.*\); 90% of measured speeds"
     assert re.search(
         ends
-        + r" should be in the range, by 72 public runs .*\n(.*\n){2}  speed     [\d,]+ tokens/s/GPU, ",
+        + rf" should be in the range, by {intervals.errors()['devices']['h100-sxm']} public runs .*\n(.*\n){{2}}  speed     [\d,]+ tokens/s/GPU, ",
         printed,
     )
     printed = shell(f"sim {given} --hardware=h100-sxm", *large, "--json=large.json").out
@@ -211,7 +212,32 @@ def test_commands_print_the_interval(
 def test_each_profile_is_supported_or_says_why() -> None:
     lacking = {name for name in profile_names() if intervals.lacks_runs(load_profile(name))}
     assert {"mi300x", "mi355x", "cpu"} <= lacking
-    assert not lacking & {"h100-sxm", "h200-sxm", "b200", "h100-96g-500w", "a100-80g"}
+    assert not lacking & {"h100-sxm", "h200-sxm", "h100-96g-500w", "a100-80g"}
+
+
+def test_a_card_without_runs_errs_as_the_profiles_of_other_cards_do(
+    simulation: Simulation,
+) -> None:
+    def run(device: str, error: float, profile: str = "", **mix: float) -> sim_intervals.Known:
+        return sim_intervals.Known("", "", "", device, mix, error, profile)
+
+    # Cards off by 0.1 and 0.2 in the median; the prior, 0.25, counts as half a card.
+    runs = [run("a", 0.1), run("a", 0.08), run("a", 0.9), run("b", -0.2)]
+    sigma = ((0.5 * 0.25**2 + 0.1**2 + 0.2**2) / 2.5) ** 0.5
+    assert sim_intervals.card_deviation(runs) == pytest.approx(sigma)
+    # Rows that set a profile, and cards whose figures have no source, say nothing of it.
+    others = [run("a", 3.0, "h100-96g-500w"), run("c", 3.0, **{intervals.HARDWARE: 1.0})]
+    assert sim_intervals.card_deviation(runs + others) == pytest.approx(sigma)
+
+    known = intervals.errors()
+    whole = known["sigma"][intervals.HARDWARE]
+    for name, deviation in (
+        ("h100-sxm", 0.0),
+        ("b300", known["untested_card"]),
+        ("mi300x", whole),
+    ):
+        mix = step_facts(replace(simulation, profile=load_profile(name)))["interval"]["shares"]
+        assert mix.get(intervals.HARDWARE, 0.0) * whole == pytest.approx(deviation), name
 
 
 def test_phases_have_an_interval_of_the_whole(simulation: Simulation) -> None:

@@ -9,6 +9,9 @@ import pytest
 from tests.support.tables import tabled
 from titan.base.hardware import by_name
 from titan.config.errors import ConfigError
+from titan.config.load import load_config
+from titan.config.toml import read_toml
+from titan.observe.flops import flops_per_token
 from titan.sim.price.profiles import (
     _NOT_FIGURES,
     load_profile,
@@ -151,3 +154,32 @@ def test_later_machines_price_a_job(name: str) -> None:
     profiles[0] = profiles[0].model_copy(update={f: getattr(profiles[1], f) for f in HOST})
     steps = [simulate(job, world_size=2, profile=p).timeline.step_s for p in profiles]
     assert 0.5 < steps[0] / steps[1] <= 1.001  # never slower than what it came after
+
+
+def test_time_of_the_host_is_that_of_published_calls() -> None:
+    """nn.Linear and torch.matmul on x86 servers with H100, in tiny operations of one core (the figure's source has both)."""
+    tiny_us = load_profile("h100-sxm").host_tiny_us
+    assert tiny_us == pytest.approx((13.48 - 8.4) / (4.8 - 0.9), rel=0.02)
+    # Grace: three published ratios to x86.
+    ratio = (37.08 / 13.48 * (44.3 - 6.8) / (33 - 6.5) * 196.8 / 176.6) ** (1 / 3)
+    assert load_profile("gb200").host_tiny_us == pytest.approx(tiny_us * ratio, rel=0.02)
+
+
+def test_no_published_run_is_faster_than_its_products_at_the_profiles_level() -> None:
+    """The model's products alone, at the share of the peak that large ones reach. Full recomputation runs those of the forward pass again."""
+    folder, runs = Path("train_configs/published"), 0
+    for run in read_toml(folder / "runs.toml")[0]["run"]:
+        file = run["profile"]
+        profile = load_profile(folder / file if file.endswith(".toml") else file)
+        speed = run.get("tokens_per_s_per_gpu")
+        if not speed or "ep" in run or profile.unsupported or run["id"] in ("T8", "T9", "T10"):
+            continue
+        config = load_config(folder / f"{run['id']}.toml")
+        # A sequence of one token has no attention to speak of.
+        flops = flops_per_token(config, config.model.sizes, causal=True, length=1)
+        passes = 4 / 3 if run["ac"] == "full" else 1
+        dtype = "float8" if any("float8" in option for option in run["options"]) else "bfloat16"
+        level = profile.matmul_share[dtype] * profile.peak_tflops[dtype] * 1e12
+        assert speed * flops * passes < level, run["id"]
+        runs += 1
+    assert runs > 100

@@ -60,7 +60,7 @@ class SpeedInterval(NamedTuple):
 
 @cache
 def errors() -> dict[str, Any]:
-    """Return errors.toml: `level`, `factor`, `floor`, `pair_floor`, `sigma` and `runs` by class, numbers of runs by `devices`, `kept_back` by device."""
+    """Return errors.toml: `level`, `factor`, `floor`, `pair_floor`, `untested_card`, `sigma` and `runs` by class, numbers of runs by `devices`."""
     return read_toml(ERRORS)[0]
 
 
@@ -123,8 +123,7 @@ def lacks_runs(profile: Profile) -> str:
     """Return why no published run supports a profile, or an empty text."""
     if profile.unsupported:
         return "its main figures have no sources"
-    tested = profile.device in (*errors()["devices"], *errors()["kept_back"])
-    return "" if tested else "no published run tests this device"
+    return "" if profile.device in errors()["devices"] else "no published run tests this device"
 
 
 def interval_facts(
@@ -149,14 +148,14 @@ def interval_facts(
         mix[TENSOR] = 1.0
     known = errors()
     whole = known["sigma"][HARDWARE]
-    card = whole if lacks_runs(profile) else known["kept_back"].get(profile.device, 0.0)
+    runs = known["devices"].get(profile.device, 0)
+    card = whole if profile.unsupported else 0.0 if runs else known["untested_card"]
     attention = sum(share for name, share in mix.items() if name.startswith("attention"))
     deviation = card if has_rates else hypot(card, UNRATED * attention)
     if deviation:
         mix[HARDWARE] = deviation / whole
     rest = {name: text for name, text in rests_on(profile).items() if mix.get(name)}
     found = of_speed(speed, mix)
-    runs = known["devices"].get(profile.device, 0)
     return {"shares": mix, "rests_on": rest, "runs": runs, **found._asdict()}
 
 
