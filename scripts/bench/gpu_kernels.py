@@ -371,25 +371,6 @@ def loss_rows(model: Model, book: Book) -> None:
 # ---- optimizer and copies ----------------------------------------------------------------------
 
 
-def adamw_with_cast(
-    weight: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    low: Tensor,
-    scale: Tensor,
-    corrections: Tensor,
-) -> None:
-    """Clip by `scale`, update as AdamW, and write the weight in bf16: 30 bytes a parameter."""
-    gradient = gradient * scale
-    mean.lerp_(gradient, 0.1)
-    square.lerp_(gradient * gradient, 0.05)
-    root = (square / corrections[1]).sqrt() + 1e-8
-    weight.mul_(1 - 3e-4 * 0.1)
-    weight.sub_(3e-4 * (mean / corrections[0]) / root)
-    low.copy_(weight)
-
-
 def optimizer_rows(model: Model, book: Book) -> None:
     shapes = model.block_shapes * model.sample_blocks
     count = model.num_block_params * model.sample_blocks
@@ -407,24 +388,6 @@ def optimizer_rows(model: Model, book: Book) -> None:
             adamw.grad_scale = torch.ones((), device=book.device)
             adamw.found_inf = torch.zeros((), device=book.device)
         return adamw.step
-
-    def compiled() -> Call:
-        flat = [
-            [tensor.view(-1) for tensor in (*one, one[0].to(BF16))]
-            for one in zip(tensors(), tensors(), tensors(), tensors(), strict=True)
-        ]
-        for *_, square, _ in flat:
-            square.square_()
-        scale = torch.ones((), device=book.device)
-        corrections = torch.full((2,), 0.5, device=book.device)
-        # By one program for any length.
-        update: Any = torch.compile(adamw_with_cast, fullgraph=True, dynamic=True)
-
-        def step() -> None:
-            for one in flat:
-                update(*one, scale, corrections)
-
-        return step
 
     def foreach_copy(source: torch.dtype, target: torch.dtype) -> Call:
         return partial(torch._foreach_copy_, tensors(target), tensors(source))
@@ -450,7 +413,6 @@ def optimizer_rows(model: Model, book: Book) -> None:
     for name, bytes_each, prepare in (
         ("AdamW fused", 28, partial(optimizer, scaled=False)),
         ("AdamW fused, grad_scale", 32, partial(optimizer, scaled=True)),
-        ("AdamW compiled, clips and casts", 30, compiled),
         ("clip: norm", 4, lambda: partial(torch._foreach_norm, tensors(), 2)),
         ("clip: multiply", 8, multiply),
         ("fp32 to bf16, foreach_copy", 6, partial(foreach_copy, FP32, BF16)),
