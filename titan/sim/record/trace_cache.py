@@ -315,6 +315,9 @@ def shallow(request: TraceRequest, deeper: int = 0) -> list[Depth] | None:
             depths.append(Depth(layers[0], len(layers)))
     # The two shallow models together must have fewer blocks than the deep one.
     recorded = shallow_depths(request, deeper)
+    small = at_depth(request, recorded.depth, len(depths)).model.sizes
+    if small.num_block_params != model.num_block_params:
+        return None  # two kinds of blocks, which a shallow model has in another ratio
     deep_enough = min(d.count for d in depths) > recorded.depth
     gains = sum(d.count for d in depths) > len(depths) * (recorded.depth + recorded.fewest)
     return depths if deep_enough and gains else None
