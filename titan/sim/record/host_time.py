@@ -41,7 +41,7 @@ _SIZES = {
 """Upper limits of a tiny model's sizes. Zeros, which turn a part off, stay."""
 _DEGREES = {"dp_replicate": 2, "dp_shard": 8, "cp": 2, "tp": 2}
 """Upper limits of degrees. FSDP cuts and joins a list with an entry for each shard."""
-_TOKENS, _HEADS = 64, 8
+_TOKENS, _HEADS = 32, 8  # CPUs multiply in 8 bits one number at a time
 
 
 def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
