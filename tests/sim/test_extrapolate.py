@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.jobs import ROOT
 from tests.support.traces import in_turn
 from titan.checks.layout_rules import resolve_layout
+from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
@@ -236,6 +238,11 @@ def test_blocks_that_differ_at_a_distance_are_refused() -> None:
     """A block recomputed after six that are not: few blocks would look alike."""
     config = job({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "7"}})
     assert shallow(TraceRequest(config, resolve_layout(config, 2))) is None
+
+
+def test_models_with_two_kinds_of_blocks_are_recorded_whole() -> None:
+    config = load_from_argv([str(ROOT / "train_configs/flux_12b.toml")])
+    assert shallow(TraceRequest(config, resolve_layout(config, 8))) is None
 
 
 def test_depths_may_have_a_process_each() -> None:

@@ -16,6 +16,7 @@ from tests.support.synthetic import FixedCost, kernel
 from tests.support.tables import tabled
 from tests.support.traces import job
 from titan.checks.rules import resolve_layout
+from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
@@ -217,6 +218,12 @@ def test_tiny_jobs_are_valid_and_small(
     small, layout = tiny(config, resolve_layout(config, 64))
     assert resolve_layout(small, layout.world_size) == layout
     assert small.model.sizes.num_params < 2e6
+
+
+def test_tiny_jobs_of_pictures_have_few_tokens() -> None:
+    config = load_from_argv([str(ROOT / "train_configs/flux_12b.toml")])
+    small, _ = tiny(config, resolve_layout(config, 8))
+    assert (small.training.seq_len, small.task.options["size"]) == (20, 8)
 
 
 def paces_of(config: JobConfig, world: int) -> dict[str, float]:

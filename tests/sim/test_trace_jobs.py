@@ -382,6 +382,21 @@ import os; os._exit(0)
     assert done.stdout.strip() == "[]", done.stdout
 
 
+def test_recording_processes_inherit_imports_that_nobody_collects() -> None:
+    code = """
+import titan.sim.record.preload, gc, sys
+print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+import titan.sim.record.compiled
+print("torch._inductor.select_algorithm" in sys.modules, "jinja2" in sys.modules)
+"""
+    assert finished([sys.executable, "-c", code]).stdout.split() == [
+        "True",
+        "True",
+        "True",
+        "False",
+    ]
+
+
 # ---- the host ------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,7 @@ _SETTINGS: dict[str, Any] = {
     "nan_asserts": False,
     "triton.cudagraphs": False,
     "triton.autotune_at_compile_time": False,
+    "graph_partition": False,
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from titan.config.layout import AXES, Layout
 from titan.config.model import family
 from titan.config.schema import JobConfig, QuantizeSection
+from titan.config.task import any_options
 from titan.sim.record.trace import Trace
 from titan.sim.section import SimulatorSection
 
@@ -40,7 +41,7 @@ _SIZES = {
 """Upper limits of a tiny model's sizes. Zeros, which turn a part off, stay."""
 _DEGREES = {"dp_replicate": 2, "dp_shard": 8, "cp": 2, "tp": 2}
 """Upper limits of degrees. FSDP cuts and joins a list with an entry for each shard."""
-_TOKENS, _HEADS = 64, 8
+_TOKENS, _HEADS = 32, 8  # CPUs multiply in 8 bits one number at a time
 
 
 def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
@@ -81,10 +82,16 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         "fsdp_reshard_after_forward": resharding,
         "fsdp_kept_blocks": min(parallel.fsdp_kept_blocks, _BLOCKS),
     }
+    task = any_options(config).shrink()
     changes: dict[str, dict[str, Any]] = {
+        "task": {"options": config.task.options | task.get("task.options", {})},
         "model": {"overrides": overrides, "attention_backend": "auto"},
         "parallelism": parallelism,
-        "training": {"local_batch_size": 1, "seq_len": _TOKENS, "global_batch_size": -1},
+        "training": {
+            "local_batch_size": 1,
+            "seq_len": task.get("training.seq_len", _TOKENS),
+            "global_batch_size": -1,
+        },
         "loss": {"chunk_tokens": min(config.loss.chunk_tokens, _TOKENS // 4)},
         "compile": {"enable": False},
         # CPUs lack such kernels.
@@ -96,8 +103,8 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         name: getattr(config, name).model_copy(update=update)
         for name, update in changes.items()
     }
-    plain = {"simulator": SimulatorSection(), "quantize": QuantizeSection()}
-    return config.model_copy(update=sections | plain), shape
+    sections |= {"simulator": SimulatorSection(), "quantize": QuantizeSection()}
+    return config.model_copy(update=sections), shape
 
 
 def with_paces(

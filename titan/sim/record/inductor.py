@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,15 @@ _compile_fx = "torch._inductor.compile_fx"
 _settings: Any = find("torch._inductor", "config")
 _common = "torch._inductor.codegen.common"
 _triton = "torch._inductor.codegen.triton"
+
+
+def _parsed_when_rendered(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Wrap the parser of templates of kernels. Importing Inductor would parse them all, and none is rendered."""
+    return lambda source: SimpleNamespace(render=lambda **values: parse(source).render(values))
+
+
+replace(_common, "KernelTemplate._template_from_string", _parsed_when_rendered)
+find(_compile_fx, "compile_fx")  # imports the rest, which recording processes inherit
 
 V: Any = find("torch._inductor.virtualized", "V")
 PythonWrapperCodegen: Any = find("torch._inductor.codegen.wrapper", "PythonWrapperCodegen")
@@ -225,6 +233,10 @@ def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> Non
     replace(_compile_fx, "compile_fx", wrap)
     # Its cache of compiled graphs would hand out programs that our compiler has not made.
     find("torch._functorch", "config").enable_autograd_cache = False
+    # Dynamo looks for expressions that guards share, for quicker guards.
+    replace("torch._dynamo.guards", "PyExprCSEPass.count", lambda _: lambda *_: None)
+    # It parses source files, for lines of a log.
+    replace("torch._dynamo.symbolic_convert", "get_funcname", lambda _: lambda *_: "")
 
 
 def read_numbers_in_guards() -> None:
@@ -233,16 +245,8 @@ def read_numbers_in_guards() -> None:
     They read it from a tensor, which is fake here and has no value. torch 2.11 would then compile every call of a program
     with a number among its arguments again.
     """
-
-    def wrap(get_names: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-        def names() -> dict[str, Any]:
-            return get_names() | {
-                "___as_tensor": lambda number: SimpleNamespace(item=lambda: number)
-            }
-
-        return names
-
-    replace("torch._dynamo.guards", "_get_closure_vars", wrap)
+    known = {"___as_tensor": lambda number: SimpleNamespace(item=lambda: number)}
+    replace("torch._dynamo.guards", "_get_closure_vars", lambda get: lambda: get() | known)
 
 
 def write_program(
@@ -260,12 +264,14 @@ def write_program(
             collected, and constant tensors.
     """
     mode = find("torch._guards", "detect_fake_mode")(inputs)
-    with ExitStack() as stack:
+    with (
         # Its pass for asynchronous tensor parallelism looks for NCCL.
-        stack.enter_context(patch.object(torch.distributed, "is_nccl_available", lambda: True))
-        log = find("torch._inductor.debug", "DebugContext")()
-        for context in (unset_fake_temporarily(), torch.no_grad(), V.set_fake_mode(mode), log):
-            stack.enter_context(context)
+        patch.object(torch.distributed, "is_nccl_available", lambda: True),
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        V.set_fake_mode(mode),
+        find("torch._inductor.debug", "DebugContext")(),
+    ):
         # As in compile_fx: views become reshapes, shapes are propagated, output strides are noted,
         # then the passes after autograd run.
         find(_compile_fx, "view_to_reshape")(graph)
@@ -283,11 +289,10 @@ def write_program(
             is_backward=is_backward,
         )
         lowering.freeze_runtime_asserts()
-        for context in (V.set_graph_handler(lowering), V.set_extern_kernel_nodes([])):
-            stack.enter_context(context)
-        lowering.run(*inputs)
-        code, _ = lowering.codegen()
-        return code.value, {**lowering.wrapper_code.kernels, **lowering.constants}
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+            code, _ = lowering.codegen()
+            return code.value, {**lowering.wrapper_code.kernels, **lowering.constants}
 
 
 class _OnHost(TorchDispatchMode):

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 __all__ = ["FakeTensor", "FakeTensorMode", "MissingName", "unset_fake_temporarily"]
 
 
-class MissingName(RuntimeError):
+class MissingName(ImportError):
     """Absence of a private name that the simulator needs in this torch. The message names both."""
 
 

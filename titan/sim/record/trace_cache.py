@@ -204,9 +204,11 @@ class _Plan:
             # Programs compiled at one depth serve the other depth, too.
             depths = (recorded.fewest, recorded.depth)
             programs = tuple(at_depth(request, depth, len(self.depths)) for depth in depths)
+            sizes = request.config.model.sizes
             size = request.config.parallelism.fsdp_blocks_per_unit
-            missing = -request.config.model.sizes.n_layers % size
-            join = partial(_repeated, recorded, self.depths, size, missing)
+            missing = -sizes.n_layers % size
+            in_units = size > 1 or sizes.num_mtp_modules
+            join = partial(_repeated, recorded, self.depths, in_units and size, missing)
             job = replace(job, programs=programs, join=join)
         dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
         return [replace(job, ranks=ranks) for ranks in dealt]
@@ -248,7 +250,7 @@ def _repeated(
     Args:
         recorded: FSDP units of the shallow models.
         stages: units of each stage in the whole model.
-        size: blocks of an FSDP unit.
+        size: blocks of an FSDP unit; 0 if units are blocks and nothing comes after them.
         missing: blocks that the first unit lacks.
         traces: traces of the two shallow models.
     """
@@ -264,6 +266,8 @@ def _repeated(
 
         return _renamed(trace, LAYER, name)
 
+    if not size:
+        return repeat_blocks(*traces, recorded, stages)
     num_units = (depth * len(stages) for depth in (recorded.fewest, recorded.depth))
     small, big = map(in_units, traces, num_units)
     whole = repeat_blocks(small, big, recorded, stages)
@@ -315,6 +319,9 @@ def shallow(request: TraceRequest, deeper: int = 0) -> list[Depth] | None:
             depths.append(Depth(layers[0], len(layers)))
     # The two shallow models together must have fewer blocks than the deep one.
     recorded = shallow_depths(request, deeper)
+    small = at_depth(request, recorded.depth, len(depths)).model.sizes
+    if small.num_block_params != model.num_block_params:
+        return None  # two kinds of blocks, which a shallow model has in another ratio
     deep_enough = min(d.count for d in depths) > recorded.depth
     gains = sum(d.count for d in depths) > len(depths) * (recorded.depth + recorded.fewest)
     return depths if deep_enough and gains else None

@@ -186,13 +186,7 @@ def world_of(job: Job) -> object:
 
     A process is warm after its first job, and records the next jobs in a third of the time.
     """
-    if (
-        job.of_host
-        or job.script
-        or job.prepare
-        or job.programs[0].compile.enable
-        or len(job.ranks) > 1
-    ):
+    if job.of_host or job.script or job.prepare or job.programs[0].compile.enable:
         return id(job)
     program, layout = job.programs[0], _layout(job)
     # A process assumes one load of the busiest rank, which depends on the batch, too.
@@ -275,12 +269,6 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
 
 # ---- children ----------------------------------------------------------------------------------
 
-_PRELOAD = [
-    "titan.step.train_step",
-    "titan.sim.record.fake_world",
-    "titan.sim.record.tracer",
-]
-
 
 def trace_jobs(
     jobs: Sequence[Job], processes: int, *, shared: bool = False, **options: Any
@@ -303,7 +291,10 @@ def trace_jobs(
     os.environ["PYTHONWARNINGS"] = ",".join(
         filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])
     )
-    context = fork_server(_PRELOAD)
+    preload = ["titan.sim.record.preload"]
+    if any(program.compile.enable for job in jobs for program in job.programs):
+        preload += ["titan.sim.record.compiled"]
+    context = fork_server(preload)
     processes = int(min(processes, max(1, fitting_processes())))
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
     # For each process: the numbers of its open jobs, the process, and the first job's answers by rank.
@@ -376,9 +367,7 @@ def _outcome(
 def trace_child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     """Record a job in a child process, and send the traces."""
     die_with_command()
-    # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording, and
-    # its errors come with an exception, which is sent.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    # torch's warnings are about a run, not a recording, and its errors come with an exception, which is sent.
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     parts = (job, *job.others)
