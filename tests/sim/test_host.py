@@ -331,7 +331,7 @@ def test_without_a_pace_the_usual_one_counts() -> None:
 def test_slower_hosts_show_as_waiting() -> None:
     """On Grace's cores the same step waits for its host, and on a DGX's it does not."""
     events = [e for n in range(40) for e in layer(n)]
-    trace = Trace(0, 4, {"dp": DP, "tp": TP}, step=events, host={"forward block": 300.0})
+    trace = Trace(0, 4, {"dp": DP, "tp": TP}, step=events, host={"forward block": 280.0})
     waits = {}
     for name in ("h100-sxm", "gb200"):
         profile = load_profile(name)
@@ -341,4 +341,4 @@ def test_slower_hosts_show_as_waiting() -> None:
         cost.launch_s = real.launch_s
         cost.__class__ = type("C", (FixedCost,), {"tiny_s": real.tiny_s})
         waits[name] = replay({0: trace}, cost).ranks[0].host_s
-    assert waits["h100-sxm"] < 0.1e-3 < 10e-3 < waits["gb200"]
+    assert waits["h100-sxm"] < 0.1e-3 < 5e-3 < waits["gb200"]
