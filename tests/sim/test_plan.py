@@ -202,7 +202,9 @@ def test_overlays_make_the_ranked_jobs(
     variants = found["candidates"]
     assert found["job"]["settings"] == {} and found["job"]["facts"]["fits"]
     assert "held fixed: llama3 " in printed and "\njob " in printed
-    assert re.search(r"\nplan 1 rests on .* work: [a-z ]+ \d+\.\d% \((\d+|no) runs\), ", printed)
+    assert re.search(
+        r"\nplan 1 rests on .* work: [a-z ]+ \d+\.\d% \((\d+|no) runs\), ", printed
+    )
     speeds = [variant["facts"]["tokens_per_s_per_gpu"] for variant in variants]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3
     # The job has its row, and is a candidate only if nothing is faster.

@@ -88,7 +88,7 @@ def test_curves_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }.items():
         assert main(["plot", str(run), "--x", x]) == 0
         upper, lower = drawn[-1].axes
-        own, mean, *marks = upper.lines
+        own, mean, _, *marks = upper.lines
         assert {own.get_marker(), lower.lines[0].get_marker()} == {"."}  # of five rows
         assert list(own.get_ydata()) == [9.0 / s for s in range(10, 60, 10)]
         assert list(mean.get_ydata()) == [10.0 / s for s in range(10, 60, 10)]
@@ -100,6 +100,7 @@ def test_curves_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "run",
             "each logged step",
             "mean since the last row",
+            "running mean",
             "restart",
             "rewind",
         ]
@@ -138,11 +139,10 @@ def test_curves_of_a_long_run() -> None:
     names = [name for name, *_ in loss_curves(rows, "step")]
     assert names == ["each logged step", "mean since the last row", "running mean"]
     assert loss_curves(rows, "step")[2][3] == running_mean([float(s % 2) for s in range(100)])
-    # With a row for each step, or without means, there is nothing else to show.
-    for change in ({"loss_mean": 1.0, "loss": 1.0}, {"loss_mean": None}):
-        curves = loss_curves([row | change for row in rows], "step")
-        assert curves[0][3] == [row["loss"] if "loss" not in change else 1.0 for row in rows]
-        assert "mean since the last row" not in [name for name, *_ in curves]
+    # Without means, the running one is of the losses.
+    curves = loss_curves([row | {"loss_mean": None} for row in rows], "step")
+    assert curves[0][3] == [row["loss"] for row in rows]
+    assert [name for name, *_ in curves] == ["each logged step", "running mean"]
 
 
 def test_running_mean_is_centred() -> None:

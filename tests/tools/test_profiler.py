@@ -116,7 +116,10 @@ def test_hooks_and_the_loader_are_named(traced: Path) -> None:
 
 def test_the_command(traced: Path, shell: Shell) -> None:
     page = shell(f"profile {traced}").out
-    assert page.startswith(f"{traced}/traces/step-4\nstep ") and "not attributed" in page
+    assert (
+        page.startswith(f"{traced}/traces/step-4/rank-0.json.gz\nstep ")
+        and "not attributed" in page
+    )
 
 
 def test_recomputation_is_told_from_the_forward_pass(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class ProfilingSection(Section):
     """Steps recorded in each trace. One is enough for most questions; a trace of more is larger."""
     profiler_warmup: NonNegative = 3
     """Steps that the profiler runs before it records, to leave out its own start-up."""
-    record_shapes: bool = False
+    record_shapes: bool = True
     """Record the shapes of operators' inputs, too. The trace is larger, and the host slower."""
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history every profile_freq steps, and when memory runs out. View

@@ -12,8 +12,8 @@ causes apply, the first in CHANGES is taken: a compilation in a hook is a compil
 
 The reference is what the trace shows itself: the longest operator of a norm, once, the rate of bf16, the rank that waits least. With --hardware it
 is the simulated step, and transfers and idle time are lost as far as they exceed the simulated ones. On a CPU, where the host is the
-device, its own time is lost only if more micro-batches than one repeat it. The profiler's own time is taken
-out for each event. What is left of the difference is one line: not attributed.
+device, its own time is lost only if more micro-batches than one repeat it, or for 5 ms and more without an operator. The profiler's own
+time is taken out for each event. What is left of the difference to a simulated step is one line: not attributed.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ from .trace_kinds import (
 )
 
 UNPINNED, RANK, BATCH, HAND_NORM, FP32 = "unpinned", "rank", "batch", "norm", "fp32"
+PYTHON = "python"
 CHANGES = {
     COMPILATION: "recompilation: keep shapes and Python values of a step fixed",
     COLLECTION: "garbage collection: leave it to a larger training.gc_freq",
     LOADER: "waiting for data: prepare shards, read from a faster disk",
-    CHECKPOINT: "checkpoints: a larger checkpoint.interval, or async_mode",
+    CHECKPOINT: "pauses: a larger checkpoint.interval, async_mode, a larger validation.freq",
     SYNC: "waits for the device: read numbers at logged steps only",
     LOG: "logging: a larger metrics.log_freq",
     HOOK: "a hook: less work in it, or in fewer steps",
@@ -61,8 +62,10 @@ CHANGES = {
     FP32: "matrix products in fp32: compute them in bf16",
     BATCH: "small batches: a larger training.local_batch_size",
     HOST: "the host is late: compile, or larger batches",
+    PYTHON: "Python without an operator: what does it wait for or compute?",
 }
-_AFTER_WAIT = 100_000  # ns: the device is empty after a wait, so idle time that begins so soon is due to it
+_SHORT = 100_000  # ns
+_GAP = 5_000_000  # ns without an operator on a CPU: more than Python needs between two
 _EVENT_MS = 0.005  # that an event takes the profiler, at most
 Times: Any = Counter  # of milliseconds by name; its stub knows whole numbers only
 _SMALL = 10_000  # ns: work that is so short takes about as long for a larger batch
@@ -91,27 +94,29 @@ def account(
     """
     name, *_ = timelines
     timeline = timelines[name]
-    step, per_event, later = timeline.step_ms, 0.0, rows[len(rows) // 2 :]
+    # Steps of metrics.jsonl leave out pauses.
+    ns = sum(e.end - e.begin for e in timeline.exclusive if CHECKPOINT not in e.event.within)
+    per_event, later = 0.0, rows[len(rows) // 2 :]
 
     def mean(column: str) -> float:
-        return 1e3 * fmean(row[column] for row in later)
+        return 1e3 * fmean(row.get(column, 0.0) for row in later)
 
     if later:
-        step = 1e3 * median(row["step_s"] for row in later)
+        slower = ns / timeline.num_steps / 1e6 - 1e3 * median(row["step_s"] for row in later)
         tokens = median(row["step_s"] * row["tokens_per_s"] for row in later)
-        per_event = min(
-            max((timeline.step_ms - step) * timeline.num_steps / len(timeline.events), 0),
-            _EVENT_MS,
-        )
+        per_event = min(max(slower * timeline.num_steps / len(timeline.events), 0), _EVENT_MS)
     lost = _lost(timeline, per_event, dtype)
     reference = lost.pop("").total()
     if later:  # rows tell of the steps without a trace, too
         every = rows[-1]["step"] / len(rows)
-        lost[CHECKPOINT] = Times(metrics=mean("checkpoint_s") / every)
+        lost[CHECKPOINT] = Times(
+            {name: mean(f"{name}_s") / every for name in ("checkpoint", "validation")}
+        )
         lost[LOADER] = Times(metrics=mean("data_wait_s"))
-        step += lost[CHECKPOINT].total()
         _reduce(lost[LOG], lost[LOG].total() * max(1 - timeline.num_steps / every, 0))
     exposed = {rank: 1e3 * each.parts_s[COMMUNICATION] for rank, each in timelines.items()}
+    # Of the traced steps: on a machine with other work, those without a trace differ.
+    step = reference + sum(places.total() for places in lost.values())
     slowest = min(exposed, key=exposed.__getitem__)
     lost[RANK][slowest] = exposed[name] - exposed[slowest]
     _reduce(lost[COMMUNICATION], lost[RANK].total())
@@ -160,19 +165,26 @@ def _lost(timeline: TracedSteps, per_event: float, dtype: str) -> dict[str, Any]
     starts = Counter(
         event.name
         for event in timeline.events
-        if event.name.startswith(MODULE) and BACKWARD not in event.within
+        if event.name.startswith(MODULE)
+        and not {BACKWARD, CHECKPOINT} & event.within
+        # A wrapper has the name of its module.
+        and event.name != (event.parent and event.parent.name)
     )
     batches = max(starts.values(), default=1) / timeline.num_steps
     times = defaultdict[tuple[str, str], Any](partial(defaultdict, list))
     in_fp32 = {e.event.module for e in timeline.exclusive if _is_fp32(e)}
-    synchronized = -_AFTER_WAIT
+    waited = ""
     for each in timeline.exclusive:
         ms = (each.end - each.begin) / 1e6 - per_event * (each.begin == each.event.begin)
         cause = _cause(each, has_batches=batches > 1, in_fp32=in_fp32)
-        if cause == SYNC:
-            synchronized = each.end
-        elif each.part == HOST and each.begin < synchronized + _AFTER_WAIT:
-            cause = SYNC
+        if cause in (HOST, BATCH) and each.end - each.begin > _GAP:
+            cause = PYTHON
+        # After a wait the device is empty until the host has launched again. A CPU's own short calls belong to it, too.
+        if cause in (SYNC, UNPINNED):
+            waited = cause
+        elif each.part != HOST or not (timeline.is_gpu or each.end - each.begin < _SHORT):
+            waited = ""
+        cause = waited or cause
         times[cause, _where(each)][each.name].append(max(ms, 0) / timeline.num_steps)
     as_bf16 = _share_of_bf16(timeline, dtype)
     lost = defaultdict[str, Any](Times)
@@ -200,7 +212,7 @@ def _cause(each: TimeRange, *, has_batches: bool, in_fp32: Set[str]) -> str:
     applies = {
         UNPINNED: "Pageable" in each.name,
         HAND_NORM: NORM not in within
-        and each.event.module.endswith("norm")
+        and re.match(r"ln|\w*norm", each.event.module.rpartition(".")[2])
         and each.part in ("elementwise", "copies"),
         FP32: _is_fp32(each) or ("cast" in within and each.event.module in in_fp32),
         BATCH: has_batches and (each.part == HOST or each.end - each.begin < _SMALL),
@@ -215,9 +227,9 @@ def _is_fp32(each: TimeRange) -> bool:
 
 def _where(each: TimeRange) -> str:
     """Return the place of a time range: the group of a transfer, a module or hook, or the call."""
-    backward = " backward" * (BACKWARD in each.event.within)
-    place = re.sub(r"\.\d+", ".*", each.event.module) + backward
-    return each.event.details.get("Process Group Description", place or each.name)
+    place = re.sub(r"\.\d+", ".*", each.event.module) or each.name
+    place += " backward" * (BACKWARD in each.event.within)
+    return each.event.details.get("Process Group Description", place)
 
 
 def _share_of_bf16(timeline: TracedSteps, dtype: str) -> float:

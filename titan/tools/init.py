@@ -84,8 +84,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     for share in (0.02, 0.05, 0.1, 0.2):
         # At least eight documents, or none.
         if sum(in_validation(document, fraction=share) for document in some) > 7:
-            is_stdlib, text = source.type == "stdlib", next(pieces_of(some[0]))
-            prompt = "def __init__(self" if is_stdlib else " ".join(text[:20].split()) or "The"
+            prompt = " ".join(next(pieces_of(some[0]))[:20].split())
             samples = {"prompts": [prompt], "prompt_tokens": 24}
             has_samples = plug_ins("titan.sections", of="validation")
             changes["validation"] = {"enable": True} | (samples if has_samples else {})

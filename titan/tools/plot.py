@@ -132,16 +132,14 @@ def points(rows: list[Row], x: str, key: str) -> tuple[list[float], list[float]]
 def loss_curves(rows: list[Row], x: str) -> list[tuple[str, Style, list[float], list[float]]]:
     """Return name, style, x and y of each curve of the training loss; the last curve is bold."""
     single, mean = points(rows, x, "loss"), points(rows, x, "loss_mean")
-    # With a row for every step, or rows of a version without means, only the losses are known.
+    # Rows of a version without means have only the losses.
     at, loss = mean if mean[1] else single
-    curves = [("each logged step", {"linewidth": 0.8, "alpha": 0.35}, *single)]
-    name = "mean since the last row" if loss != single[1] else "each logged step"
-    smooth = running_mean(loss)
-    if smooth != loss:
-        if loss != single[1]:
-            curves.append((name, {"linewidth": 0.9, "alpha": 0.8}, at, loss))
-        name = "running mean"
-    return [*curves, (name, BOLD, at, smooth)]
+    curves = [
+        ("each logged step", {"linewidth": 0.8, "alpha": 0.35}, *single),
+        ("mean since the last row", {"linewidth": 0.9, "alpha": 0.8}, *mean),
+        ("running mean", BOLD, at, running_mean(loss)),
+    ]
+    return [curve for curve in curves if curve[2]]
 
 
 def running_mean(values: list[float]) -> list[float]:

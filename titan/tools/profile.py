@@ -13,6 +13,7 @@ from titan.base.untrusted import InputError
 from titan.commands import load_command
 from titan.config.options import put_json
 from titan.config.toml import read_toml
+from titan.observe.step_parts import COMMUNICATION
 
 from .account import account, page
 from .tables import parser_of
@@ -29,18 +30,25 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         raise InputError(str(error)) from None
     # Eight ranks at most: a large trace takes seconds.
-    traces = {path.name.partition(".")[0]: read_trace(path) for path in paths[:8]}
+    found = [(path, read_trace(path)) for path in paths[:8]]
+    if options.rank is None:  # the one that waits longest knows for whom
+        found.sort(key=lambda each: -each[1].parts_s[COMMUNICATION])
+    traces = {path.name.partition(".")[0]: trace for path, trace in found}
     run, simulated = RunFolder(options.run), None
     job = options.job or run.config
     if options.hardware:
         simulated = _simulate(job, len(paths), options.hardware)
-    asked = read_toml(job)[0].get("training", {}) if job.exists() else {}
-    dtype = asked.get("mixed_precision_param", "")
+    asked = read_toml(job)[0].get("training", {}) if options.job or job.exists() else {}
     facts = account(
-        traces, run.rows()[1:], tokens=options.tokens, simulated=simulated, dtype=dtype
+        traces,
+        run.rows()[1:],
+        tokens=options.tokens,
+        simulated=simulated,
+        dtype=asked.get("mixed_precision_param", ""),
     )
-    if not put_json({"trace": str(paths[0])} | facts, options.json):
-        print(paths[0].parent, *page(facts), sep="\n")
+    path = found[0][0]
+    if not put_json({"trace": str(path)} | facts, options.json):
+        print(path, *page(facts), sep="\n")
     return 0
 
 

@@ -43,7 +43,7 @@ from .trace_kinds import COLLECTION, HOOK, LOADER
 # A block, a child of a block, or a module outside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
 _MAX_ALLOCATIONS = 100_000  # newest allocations in a snapshot; TorchTitan's number
-_EVENTS = ("step_begin", "before_forward", "updated", "result", "step_end")
+_EVENTS = [name for name in vars(Hook) if callable(getattr(Hook, name)) and name[0] != "_"]
 Undo = Callable[[], object]
 
 

@@ -23,7 +23,6 @@ from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
 from .prepare import open_all
 from .tables import OPTIONS, parser_of
 
-_SHOWN_TOKENS = 64
 _SMALLEST = 258  # bytes, and two special tokens
 
 
@@ -98,7 +97,7 @@ def inspect(path: str, *, text: str) -> dict[str, Any]:
     tokenizer = tokenizer_named(path)
     ids, num_bytes = tokenizer.encode(text), len(text.encode())
     # Decode bytes, since a token may end within a character. The slice drops the quotes of repr.
-    pieces = [tokenizer.token_bytes(token) for token in ids[:_SHOWN_TOKENS]]
+    pieces = [tokenizer.token_bytes(token) for token in ids]
     return {
         "kind": tokenizer.kind,
         "vocabulary": tokenizer.vocab_size,
@@ -113,15 +112,9 @@ def inspect(path: str, *, text: str) -> dict[str, Any]:
 
 
 def _page(facts: dict[str, Any]) -> str:
-    specials = [f"{name} = {token}" for name, token in facts["special tokens"].items()]
-    ids = facts["ids"]
-    more = " ..." * (len(ids) > _SHOWN_TOKENS)
     shown = facts | {
         "vocabulary": f"{facts['vocabulary']:,} ids",
-        "special tokens": f"{len(specials)}: {', '.join(specials[:8])}{' ...' * (len(specials) > 8)}",
         "bytes a token": f"{facts['bytes a token']:.2f}",
-        "tokens": " ".join(facts["tokens"]) + more,
-        "ids": " ".join(map(str, ids[:_SHOWN_TOKENS])) + more,
     }
     return "\n".join(f"{name:<16}{value}" for name, value in shown.items())
 

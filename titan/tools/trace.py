@@ -4,8 +4,8 @@
                 event of its thread
     place       the module whose range (profiling_hook.py) encloses the operator, or for a kernel the operator that launched
                 it; a backward node belongs to the forward operator of its sequence number
-    sweep       each instant of the step goes to the work that began first; to communication only while no work runs
-                (exposed); to the host while neither runs. So the parts add up to the step
+    sweep       each instant of the step goes to the work that began first; to copies only while no other work runs; to communication
+                only while neither runs (exposed); to the host while none of them runs. So the parts add up to the step
 
 The module imports no torch, so that it answers at once. Integers are nanoseconds.
 """
@@ -32,7 +32,7 @@ _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 _NUMBER = "Sequence number"
 _DETAILS = (_NUMBER, "Input Dims", "Input type", "Process Group Description")
-_LAST = {COMMUNICATION: 1, HOST: 2}  # in this order, while no work runs
+_LAST = {"copies": 1, COMMUNICATION: 2, HOST: 3}  # in this order, while no other work runs
 
 Record = dict[str, Any]
 """Event of a trace as its file has it."""

@@ -59,15 +59,6 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
     return [ranks.pop(rank), *(ranks[other] for other in sorted(ranks))]
 
 
-def measured_parts(run: Path) -> tuple[int, dict[str, float]] | None:
-    """Return the rank of a run's last trace and the seconds of each of PARTS in a step, or None without a trace."""
-    try:
-        path, *_ = find_traces(run, step=None, rank=None)
-        return int(re.findall(r"\d+", path.name)[0]), read_trace(path).parts_s
-    except InputError:
-        return None
-
-
 def _chosen(found: dict[int, Any], number: int | None, missing: str, default: Any) -> int:
     """Return the number, or the default one of those found."""
     number = default(found) if number is None else number

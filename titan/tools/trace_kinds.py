@@ -34,13 +34,13 @@ _SURROUNDINGS = {
     "cast": r"aten::_to_copy$",
     MATH: r"aten::_scaled_dot_product_attention_math$",
     SYNC: re.compile(
-        r"aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal)$|cuda\w+Synchronize$"
+        r"aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal)$|(cuda|hip)\w+Synchronize$"
     ),
     COMPILATION: r".*\(dynamo_timed\)$",
     COLLECTION: rf"{COLLECTION}|.*\bcollect of gc",
     LOADER: rf"{LOADER}|enumerate\(DataLoader\)",
     NORM: r"aten::(_fused_rms|rms|native_layer|layer)_norm$",
-    CHECKPOINT: f"{HOOK}Checkpointing",
+    CHECKPOINT: f"{HOOK}(Checkpointing|Validation|Evaluation)",
     LOG: f"{HOOK}Metrics",
     HOOK: re.compile(HOOK),
 }
