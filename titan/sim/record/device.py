@@ -259,6 +259,15 @@ def _declare(library: Any) -> None:
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     documents.flex_attention = _flex_attention
     library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
+    try:
+        torch_compat.find("torch._meta_registrations", f"meta_{_DECLARED[-1]}")
+    except torch_compat.MissingName:  # torch 2.11
+        library.impl(_DECLARED[-1], _flex_gradients, "Meta")
+
+
+def _flex_gradients(_: Tensor, *inputs: Tensor, **__: Any) -> tuple[Tensor | None, ...]:
+    """Return gradients of queries, keys and values, and none of a bias."""
+    return (*map(torch.empty_like, inputs[:3]), None)
 
 
 def _rms_norm(
