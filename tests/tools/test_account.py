@@ -137,6 +137,57 @@ def test_a_measured_product_takes_time() -> None:
     assert 0 < _seconds(shapes, "bfloat16") < 1 > _seconds(shapes, "float32") > 0
 
 
+def test_long_python_is_lost_and_short_calls_are_not() -> None:
+    """20 ms without an operator in a module, and 4 ms, which Python may need."""
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 100_000)
+    product(t, 0, 60_000, "float", 1000)
+    t.range("titan: layers.0.feed_forward", 60_000, 80_000)
+    product(t, 80_000, 96_000, "float", 1000)
+    facts = account_of(t)
+    assert facts["lost_ms"]["python"] == {"layers.*.feed_forward": pytest.approx(20)}
+    assert facts["reference_ms"] == pytest.approx(80)
+
+
+def test_a_wrapper_is_no_second_batch() -> None:
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 10_000)
+    for begin, end in ((0, 9_000), (1_000, 8_000)):  # recomputation wraps a block
+        t.range("titan: layers.0", begin, end)
+    product(t, 2_000, 8_000, "float", 1000)
+    assert sums_of(account_of(t)) == {}
+
+
+def test_a_validation_is_a_pause_as_often_as_rows_say() -> None:
+    """Its forward passes are no micro-batches, and its time is not the profiler's."""
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 300_000)
+    t.range("titan: layers.0", 0, 100_000)
+    product(t, 0, 100_000, "float", 1000)
+    t.range("titan hook Validation.step_end", 100_000, 300_000)
+    for begin in (100_000, 200_000):
+        t.range("titan: layers.0", begin, begin + 100_000)
+        product(t, begin, begin + 100_000, "float", 1000)
+    common = {"step_s": 0.1, "tokens_per_s": 1e4, "data_wait_s": 0.0, "validation_s": 0.2}
+    facts = account_of(t, rows=[{"step": n} | common for n in (10, 20, 30)])
+    assert sums_of(facts) == {"checkpoint": pytest.approx(20)}
+    assert facts["step_ms"] == pytest.approx(120)
+
+
+def test_a_hidden_copy_is_not_lost_and_idle_time_after_a_wait_is() -> None:
+    """Microseconds: a copy beside a product, a wait until the product ends, and a device that is idle while the host launches again."""
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 2_000)
+    t.launch(1, "Memcpy HtoD (Pageable -> Device)", 5, 800, stream=8)
+    t.launch(3, "nvjet_hsh_256x128", 10, 1_000)
+    t.op("aten::item", 20, 1_010)
+    for begin in (1_020, 1_300):  # operators between which the rule must hold
+        t.op("aten::add", begin, begin + 250)
+    t.launch(1_551, "nvjet_hsh_256x128", 1_600, 2_000)
+    sums = {cause: ms * 1e3 for cause, ms in sums_of(account_of(t)).items()}
+    assert sums == pytest.approx({"sync": 600, "unpinned": 5, "host_idle": 5})
+
+
 def test_nothing_above_three_percent() -> None:
     t = Trace()
     t.range("ProfilerStep#9", 0, 100_000)
