@@ -218,15 +218,15 @@ def test_each_profile_is_supported_or_says_why() -> None:
 def test_a_card_without_runs_errs_as_the_profiles_of_other_cards_do(
     simulation: Simulation,
 ) -> None:
-    def run(device: str, error: float, profile: str = "", **mix: float) -> sim_intervals.Known:
-        return sim_intervals.Known("", "", "", device, mix, error, profile)
+    def run(device: str, error: float, profile: str = "", mix: Any = None) -> Any:
+        return sim_intervals.Known("", "", "", device, mix or {}, error, profile)
 
     # Cards off by 0.1 and 0.2 in the median; the prior, 0.25, counts as half a card.
     runs = [run("a", 0.1), run("a", 0.08), run("a", 0.9), run("b", -0.2)]
     sigma = ((0.5 * 0.25**2 + 0.1**2 + 0.2**2) / 2.5) ** 0.5
     assert sim_intervals.card_deviation(runs) == pytest.approx(sigma)
     # Rows that set a profile, and cards whose figures have no source, say nothing of it.
-    others = [run("a", 3.0, "h100-96g-500w"), run("c", 3.0, **{intervals.HARDWARE: 1.0})]
+    others = [run("a", 3.0, "h100-96g-500w"), run("c", 3.0, mix={intervals.HARDWARE: 1.0})]
     assert sim_intervals.card_deviation(runs + others) == pytest.approx(sigma)
 
     known = intervals.errors()

@@ -54,7 +54,8 @@ def sums_of(facts: dict[str, Any]) -> dict[str, float]:
 def account_of(*traces: Trace, rows: Any = (), **options: Any) -> dict[str, Any]:
     timelines = {f"rank-{n}": analyse(trace.events) for n, trace in enumerate(traces)}
     assert all(map(adds_up, timelines.values()))
-    return account(timelines, rows, **{"tokens": 1000, "simulated": None} | options)
+    asked: dict[str, Any] = {"tokens": 1000, "simulated": None} | options
+    return account(timelines, rows, **asked)
 
 
 def product(trace: Trace, begin: float, end: float, dtype: str, size: int) -> None:

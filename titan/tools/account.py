@@ -65,7 +65,9 @@ CHANGES = {
     PYTHON: "Python without an operator: what does it wait for or compute?",
 }
 _SHORT = 100_000  # ns
-_GAP = 10_000_000  # ns without an operator: more than Python needs, and than a busy machine takes
+_GAP = (
+    10_000_000  # ns without an operator: more than Python needs, and than a busy machine takes
+)
 _EVENT_MS = 0.005  # that an event takes the profiler, at most
 Times: Any = Counter  # of milliseconds by name; its stub knows whole numbers only
 _SMALL = 10_000  # ns: work that is so short takes about as long for a larger batch

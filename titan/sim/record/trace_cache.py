@@ -267,7 +267,7 @@ def _repeated(
         return _renamed(trace, LAYER, name)
 
     if not size:
-        return repeat_blocks(*traces, recorded, stages)
+        return repeat_blocks(traces[0], traces[1], recorded, stages)
     num_units = (depth * len(stages) for depth in (recorded.fewest, recorded.depth))
     small, big = map(in_units, traces, num_units)
     whole = repeat_blocks(small, big, recorded, stages)
