@@ -26,6 +26,7 @@ from titan.sim.record.trace import CATEGORIES
 from titan.sim.record.trace_cache import read_entry
 from titan.sim.replay.memory import memory_report
 from titan.sim.report import text as report
+from titan.sim.report.intervals import HARDWARE, errors
 from titan.sim.search.variants import Variant, front
 
 JOB = [
@@ -209,7 +210,7 @@ def test_the_page_names_the_kernel_of_attention(
     assert ("h100-sxm has no rates of FlexAttention" in report.page(facts)) == (kernel == FLEX)
     shares = facts["interval"]["shares"]
     # Off by 25% more. The class's own deviation is that of errors.toml.
-    wider = 0.25 * shares.get("attention across ranks", 0) / 0.3701
+    wider = 0.25 * shares.get("attention across ranks", 0) / errors()["sigma"][HARDWARE]
     assert shares.get("this card's figures", 0) == pytest.approx(wider * (kernel == FLEX))
 
 
