@@ -43,7 +43,6 @@ from .trace_kinds import COLLECTION, HOOK, LOADER
 # A block, a child of a block, or a module outside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
 _MAX_ALLOCATIONS = 100_000  # newest allocations in a snapshot; TorchTitan's number
-_EVENTS = [name for name in vars(Hook) if callable(getattr(Hook, name)) and name[0] != "_"]
 Undo = Callable[[], object]
 
 
@@ -128,7 +127,11 @@ class Profiling(Hook):
         calls: list[Any] = [(trainer.loader, "next_step", LOADER), (gc, "collect", COLLECTION)]
         for hook in trainer.hooks:
             name = f"{HOOK}{type(hook).__name__}."
-            calls += [(hook, event, name + event) for event in _EVENTS if hook is not self]
+            calls += [
+                (hook, event, name + event)
+                for event, empty in vars(Hook).items()
+                if callable(empty) and getattr(type(hook), event) != empty and hook is not self
+            ]
         self.ranges = [
             *name_modules(trainer.train_step.model_parts),
             *(_in_range(*call) for call in calls),
