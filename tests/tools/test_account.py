@@ -54,7 +54,7 @@ def sums_of(facts: dict[str, Any]) -> dict[str, float]:
 def account_of(*traces: Trace, rows: Any = (), **options: Any) -> dict[str, Any]:
     timelines = {f"rank-{n}": analyse(trace.events) for n, trace in enumerate(traces)}
     assert all(map(adds_up, timelines.values()))
-    asked: dict[str, Any] = {"tokens": 1000, "simulated": None} | options
+    asked: dict[str, Any] = {"tokens": 1000, "simulated": None, "dtype": ""} | options
     return account(timelines, rows, **asked)
 
 
@@ -187,6 +187,17 @@ def test_a_hidden_copy_is_not_lost_and_idle_time_after_a_wait_is() -> None:
     t.launch(1_551, "nvjet_hsh_256x128", 1_600, 2_000)
     sums = {cause: ms * 1e3 for cause, ms in sums_of(account_of(t)).items()}
     assert sums == pytest.approx({"sync": 600, "unpinned": 5, "host_idle": 5})
+
+
+def test_data_that_comes_late_after_a_wait_is_the_loaders() -> None:
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 2_000)
+    t.launch(1, "nvjet_hsh_256x128", 5, 1_000)
+    t.op("aten::item", 20, 1_010)
+    t.range("titan loader", 1_020, 1_500)
+    t.launch(1_510, "nvjet_hsh_256x128", 1_600, 2_000)
+    sums = {cause: ms * 1e3 for cause, ms in sums_of(account_of(t)).items()}
+    assert sums == pytest.approx({"titan loader": 480, "sync": 120, "host_idle": 5})
 
 
 def test_nothing_above_three_percent() -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import fmean, median
 from timeit import repeat
@@ -80,7 +80,7 @@ def account(
     *,
     tokens: float,
     simulated: Any,
-    dtype: str = "",
+    dtype: str,
 ) -> Record:
     """Return the account of a rank.
 
@@ -179,14 +179,15 @@ def _lost(timeline: TracedSteps, per_event: float, dtype: str) -> dict[str, Any]
     for each in timeline.exclusive:
         ms = (each.end - each.begin) / 1e6 - per_event * (each.begin == each.event.begin)
         cause = _cause(each, has_batches=batches > 1, in_fp32=in_fp32)
-        if cause in (HOST, BATCH) and each.end - each.begin > _GAP:
-            cause = PYTHON
         # After a wait the device is empty until the host has launched again. A CPU's own short calls belong to it, too.
         if cause in (SYNC, UNPINNED):
             waited = cause
         elif each.part != HOST or not (timeline.is_gpu or each.end - each.begin < _SHORT):
             waited = ""
-        cause = waited or cause
+        if cause in (HOST, BATCH, HOOK):
+            cause = (
+                PYTHON if cause != HOOK and each.end - each.begin > _GAP else waited or cause
+            )
         times[cause, _where(each)][each.name].append(max(ms, 0) / timeline.num_steps)
     as_bf16 = _share_of_bf16(timeline, dtype)
     lost = defaultdict[str, Any](Times)
@@ -208,7 +209,7 @@ def _lost(timeline: TracedSteps, per_event: float, dtype: str) -> dict[str, Any]
     return lost
 
 
-def _cause(each: TimeRange, *, has_batches: bool, in_fp32: Set[str]) -> str:
+def _cause(each: TimeRange, *, has_batches: bool, in_fp32: Any) -> str:
     """Return the key of CHANGES for a time range, or "" for work."""
     within = {*each.event.within, each.part}
     applies = {

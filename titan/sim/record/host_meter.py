@@ -248,22 +248,24 @@ def count(build: Callable[[], Program]) -> dict[str, float]:
     """
     torch.set_num_threads(1)
     meter = HostMeter()
-    with meter.watch_hooks():
+    with ExitStack() as stack:
+        stack.enter_context(meter.watch_hooks())
         program = build()
-        with valid_counts(), meter.watch(program):
-            gc.collect()
-            gc.disable()  # as the trainer does
-            program.train(1)  # the first step makes states and learns shapes
-            meter.calls = 0
-            sys.setprofile(meter.profile)
-            try:
-                program.train(2)
-            finally:
-                sys.setprofile(None)
-            calls, census = meter.calls, Census(meter)
-            with census:
-                program.train(3)
-            gc.enable()
+        stack.enter_context(valid_counts())
+        stack.enter_context(meter.watch(program))
+        gc.collect()
+        gc.disable()  # as the trainer does
+        stack.callback(gc.enable)
+        program.train(1)  # the first step makes states and learns shapes
+        before, meter.calls = sys.getprofile(), 0
+        sys.setprofile(meter.profile)
+        try:
+            program.train(2)
+        finally:
+            sys.setprofile(before)
+        calls, census = meter.calls, Census(meter)
+        with census:
+            program.train(3)
     return paces(meter.python, census.operations, census.events, calls)
 
 

@@ -186,7 +186,13 @@ def world_of(job: Job) -> object:
 
     A process is warm after its first job, and records the next jobs in a third of the time.
     """
-    if job.of_host or job.script or job.prepare or job.programs[0].compile.enable:
+    if (
+        job.of_host
+        or job.script
+        or job.prepare
+        or job.programs[0].compile.enable
+        or len(job.ranks) > 1
+    ):
         return id(job)
     program, layout = job.programs[0], _layout(job)
     # A process assumes one load of the busiest rank, which depends on the batch, too.
