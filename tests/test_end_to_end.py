@@ -42,10 +42,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (folder / "checkpoint" / f"step-{stopped['step']}").is_dir()
     finished = titan(*command, "--quiet")
     assert finished.returncode == 0, finished.stderr
-    # Of two ranks and their launcher only the last step and the account are heard.
-    assert [line.split()[0] for line in finished.stdout.splitlines()] == ["step", "goodput"], (
-        finished.stdout
-    )
+    # Of two ranks and their launcher only the last step and the account are heard, and a rank that the machine slowed.
+    heard = [line for line in finished.stdout.splitlines() if "the others wait for it" not in line]
+    assert [line.split()[0] for line in heard] == ["step", "goodput"], finished.stdout
     return folder
 
 
