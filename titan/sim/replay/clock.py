@@ -65,12 +65,18 @@ class Clock:
     Attributes:
         heap: entries (time, serial number, version, process).
         ready: processes that may go on at the current time.
+        now: the current time, in seconds.
     """
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, int, Timed]] = []
         self.ready = deque[Process]()
         self.numbers = count()
+        self.now = 0.0
+
+    def is_quiet(self, until: float) -> bool:
+        """Return whether nothing happens up to a time, so that the one process that runs may set the clock itself."""
+        return not self.ready and (not self.heap or self.heap[0][0] > until)
 
     def push(self, time: float, process: Timed) -> None:
         """Schedule a process for a time."""
@@ -88,17 +94,17 @@ class Clock:
 
     def run(self) -> None:
         """Run all processes until nothing can happen any more."""
-        heap, ready, now = self.heap, self.ready, 0.0
+        heap, ready = self.heap, self.ready
         while True:
             # First let all processes go on that can at this time, then move the clock.
             while ready:
-                ready.popleft().fire(now)
+                ready.popleft().fire(self.now)
             if not heap:
                 return
-            now, _, version, process = heappop(heap)
+            self.now, _, version, process = heappop(heap)
             # Another version: the process was retimed or woken since.
             if process.version == version:
-                process.fire(now)
+                process.fire(self.now)
 
 
 @dataclass(slots=True, eq=False)

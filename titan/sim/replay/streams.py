@@ -86,16 +86,26 @@ class StreamQueue(Lane):
             item = queue[0]
             kind = item[0]
             if kind is RUN:
-                # In order of the trace, this is the kernel's turn, but its time may not have come.
-                if item[1] > now:  # the host issues it later
-                    clock.push(item[1], self)
-                    return self._block(now, "host")
-                queue.popleft()
-                self.busy = True
-                self.device.note_computing(self, True, now)
-                _, _, seconds, launch, copies = item
+                _, issued, seconds, launch, copies = item
                 device = self.device
                 pool = device.copies if copies else device.kernels
+                # In order of the trace, this is the kernel's turn, but its time may not have come.
+                if issued > now:  # the host issues it later
+                    if device.flows or not clock.is_quiet(issued):
+                        clock.push(issued, self)
+                        return self._block(now, "host")
+                    self.segments.append((now, issued, "host"))
+                    clock.now = now = issued
+                queue.popleft()
+                device.note_computing(self, True, now)
+                if not pool:
+                    end = now + seconds / (1.0 if copies else device.speed)
+                    # Nothing else happens until then, so that the clock need not be asked.
+                    if clock.is_quiet(end):
+                        self.segments.append((now, end, launch))
+                        clock.now = now = end
+                        continue
+                self.busy = True
                 run = KernelRun(
                     left=seconds, since=now, stream=self, event=launch, start=now, pool=pool
                 )
