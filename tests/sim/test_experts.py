@@ -29,7 +29,7 @@ from titan.sim.report import imbalance, text
 from titan.sim.report.imbalance import simulate_with_limit, with_imbalance
 from titan.sim.report.text import page
 from titan.sim.routing import most_imbalance
-from titan.sim.simulate import facts, simulate
+from titan.sim.simulate import Simulation, facts, simulate
 
 EP, TP, CP, PP = (
     f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline")
@@ -101,6 +101,10 @@ def peak(config: JobConfig) -> int:
     return memory_report(trace, load_profile("h100-sxm")).peak_reserved_bytes
 
 
+def peak_of(simulation: Simulation) -> int:
+    return simulation.fullest.peak_reserved_bytes
+
+
 def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
     profile = load_profile("h100-sxm")
     config = uneven_job()
@@ -121,6 +125,11 @@ def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
     ends = [simulate(with_imbalance(config, n), world_size=4, profile=profile) for n in (1, 4)]
     [between] = imbalance._between(*ends, share=0.5)
     assert between.peak_reserved_bytes == peak(with_imbalance(config, 2.5))
+    # Work in another order, as a compiler may find with other sizes: on a line.
+    ends[1].traces[0].step.reverse()
+    [line] = imbalance._between(*ends, share=0.5)
+    assert line.peak_reserved_bytes == (peak_of(ends[0]) + peak_of(ends[1])) // 2
+    assert line.peak_reserved_bytes == pytest.approx(between.peak_reserved_bytes, rel=0.04)
 
 
 def test_a_burst_is_a_tail_of_the_steps() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from math import ceil, floor
 from statistics import fmean
 from typing import Any
@@ -91,8 +90,7 @@ def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]
 
     def is_too_much(load: float) -> bool:
         share = (load - own) / (most - own)
-        reports = _between(simulation, worst, share) or at(load).memory.values()
-        return not all(report.fits for report in reports)
+        return not all(report.fits for report in _between(simulation, worst, share))
 
     tenths = range(floor(10 * own) + 1, ceil(10 * most))
     loads = [own, *(tenth / 10 for tenth in tenths)]
@@ -100,20 +98,31 @@ def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]
 
 
 def _between(low: Simulation, high: Simulation, share: float) -> list[MemoryReport]:
-    """Return the memory of ranks whose experts get a load between two others; nothing if those do not allocate alike."""
+    """Return the memory of ranks whose experts get a load between two others.
+
+    A compiler may order work by its sizes. Where the two do not allocate alike, the memory is on a line between theirs, which leaves
+    out how the allocator rounds.
+    """
     reports = []
     for rank, trace in low.traces.items():
-        step = []
-        for a, b in zip_longest(trace.step, high.traces[rank].step):
-            if isinstance(a, Allocate) and isinstance(b, Allocate):
-                a = replace(
-                    a, size_bytes=round(a.size_bytes + share * (b.size_bytes - a.size_bytes))
-                )
-            elif type(a) is not type(b):
-                return []
-            step.append(a)
+        other = high.traces[rank].step
+        if [*map(type, trace.step)] != [*map(type, other)]:
+            ends = (each.memory[rank].peak_reserved_bytes for each in (low, high))
+            reserved = _on_line(*ends, share=share)
+            reports.append(replace(low.memory[rank], peak_reserved_bytes=reserved))
+            continue
+        step = [
+            replace(a, size_bytes=_on_line(a.size_bytes, b.size_bytes, share=share))
+            if isinstance(a, Allocate) and isinstance(b, Allocate)
+            else a
+            for a, b in zip(trace.step, other, strict=True)
+        ]
         expandable = low.config.training.expandable_segments
         reports.append(
             memory_report(replace(trace, step=step), low.profile, expandable=expandable)
         )
     return reports
+
+
+def _on_line(low: int, high: int, *, share: float) -> int:
+    return round(low + share * (high - low))
