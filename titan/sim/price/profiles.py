@@ -333,6 +333,10 @@ def with_figures(profile: Profile, changes: Sequence[str]) -> Profile:
         if name not in figures:
             raise mistake("--set", f"there is no figure '{name}'{choose(name, figures)}")
         is_relative = re.fullmatch(r"[+-]\d+(\.\d+)?%", change)
+        is_number = isinstance(values[name], int | float)
+        if not is_relative and not (is_number and re.fullmatch(r"\d+(\.\d+)?", change)):
+            number = " or a number" if is_number else ""
+            raise mistake("--set", f"'{text}': expected {name}=+20%{number}")
         # pydantic reads numbers from text.
         values[name] = (
             scaled(values[name], 1 + float(change[:-1]) / 100) if is_relative else change
