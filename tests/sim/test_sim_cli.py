@@ -227,7 +227,7 @@ def test_figures_of_the_hardware_are_set_without_another_trace(
     for change, message in (
         ("host_tiny=1", "no figure 'host_tiny'; did you mean 'host_tiny_us'"),
         ("matmul_share=+90%", "matmul_share.bfloat16: Input should be less than or equal to 1"),
-        ("nic_gb_per_s=fast", "'nic_gb_per_s=fast': expected nic_gb_per_s=+20% or a number"),
+        ("nic_gb_per_s=fast", "'nic_gb_per_s=fast': expected nic_gb_per_s=+20%, or a number"),
         ("nic_gb_per_s=+20", "expected nic_gb_per_s=+20%"),
         ("matmul_share=0.7", "expected matmul_share=+20%"),
     ):

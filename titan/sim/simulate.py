@@ -28,7 +28,7 @@ from .record.trace_cache import TraceRequest, get_traces
 from .record.trace_jobs import Prepare, TraceError
 from .replay.host import host_facts
 from .replay.memory import MemoryReport, memory_report
-from .replay.queues import ReplayError, replay
+from .replay.queues import ReplayError, replay, step_seconds
 from .replay.timeline import Timeline
 from .report.communication import communication
 from .report.intervals import interval_facts, lacks_runs
@@ -418,9 +418,8 @@ def alternatives(simulation: StepSimulation) -> Facts:
         return {}
 
     def speed(profile: Profile) -> float:
-        cost = replace(simulation.cost, profile=profile)
-        timeline = replay(traces, cost, busiest=simulation.busiest_rank)
-        return replace(simulation, timeline=timeline).tokens_per_s_per_gpu
+        step_s = step_seconds(traces, replace(simulation.cost, profile=profile))
+        return simulation.tokens_per_step / step_s / simulation.world_size
 
     def faster(pattern: str) -> Profile:
         # Times are shorter, and rates higher.

@@ -335,8 +335,8 @@ def with_figures(profile: Profile, changes: Sequence[str]) -> Profile:
         is_relative = re.fullmatch(r"[+-]\d+(\.\d+)?%", change)
         is_number = isinstance(values[name], int | float)
         if not is_relative and not (is_number and re.fullmatch(r"\d+(\.\d+)?", change)):
-            number = " or a number" if is_number else ""
-            raise mistake("--set", f"'{text}': expected {name}=+20%{number}")
+            message = f"'{text}': expected {name}=+20%, or a number for a single figure"
+            raise mistake("--set", message)
         # pydantic reads numbers from text.
         values[name] = (
             scaled(values[name], 1 + float(change[:-1]) / 100) if is_relative else change

@@ -70,8 +70,7 @@ class Job:
     others: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
-        """Resolve the programs for the device, since programs are recognised by their identity."""
-        # The step would do so, and programs are recognised by their identity.
+        """Resolve the programs for the device. The step would do so, and programs are recognised by their identity."""
         resolved = tuple(program.on_device("cuda") for program in self.programs)
         object.__setattr__(self, "programs", resolved)
 

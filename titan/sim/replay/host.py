@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from functools import lru_cache
 from typing import Any
 
 from titan.sim.price.cost import Cost
@@ -218,45 +219,13 @@ class Issue:
     The time of a block's call (titan.sim.record.host_meter) is spread over the events of blocks in
     that phase. In compiled blocks, only FSDP's hooks take time of their own, since they run outside
     of the compiled code.
-
-    Attributes:
-        compiled: whether blocks are compiled.
     """
 
     def __init__(self, trace: Trace, cost: Cost) -> None:
         self.trace, self.cost = trace, cost
         self._region: tuple[str, str] | None = None  # compiled code that runs now
         self._paces: dict[int, float] = {}
-        events = Counter[str]()
-        hooks = Counter[str]()
-        calls: set[tuple[str, str]] = set()
-        self.compiled = False
-        for event in trace.step:
-            if not isinstance(event, Launch | Transfer) or not _in_block(event.scope):
-                continue
-            if event.scope.phase == "optimizer":
-                continue
-            phase, block = _region(event.scope)
-            events[phase] += 1
-            if isinstance(event, Launch):
-                is_compiled = event.kernel.host == "compiled"
-                self.compiled |= is_compiled
-                hooks[phase] += not is_compiled
-                if phase == "forward" and event.kernel.kind in _WORK:
-                    calls.add((event.scope.action, block))
-            else:
-                hooks[phase] += self._is_hook(event)
-        count = len(calls) * trace.host.get("accumulation", 1)
-        inner, numbers = ("hooks", hooks) if self.compiled else ("block", events)
-        self._block_paces = {
-            phase: trace.host[f"{phase} {inner}"] * count / number
-            for phase, number in numbers.items()
-            if number and f"{phase} {inner}" in trace.host
-        }
-
-    def _is_hook(self, event: Transfer) -> bool:
-        """Return whether FSDP issues a transfer."""
-        return not _FSDP_AXES.isdisjoint(self.trace.groups[event.group].axes)
+        self._block_paces = _block_paces(trace)
 
     def kernel_s(self, event: Launch) -> float:
         """Return the seconds for a kernel."""
@@ -276,7 +245,7 @@ class Issue:
     def transfer_s(self, event: Transfer) -> float:
         """Return the seconds for a transfer. Compiled code starts its own as it launches kernels."""
         seconds = self.cost.launch_transfer_s
-        if self._region == _region(event.scope) and not self._is_hook(event):
+        if self._region == _region(event.scope) and not _is_hook(self.trace, event):
             return seconds
         self._region = None
         return seconds + self._pace_s(event.scope)
@@ -291,6 +260,41 @@ class Issue:
                 tiny = self._block_paces.get(phase, USUAL_PACE[phase])
             pace = self._paces[id(scope)] = tiny * self.cost.tiny_s
         return pace
+
+
+@lru_cache(maxsize=16)  # a trace is replayed on several kinds of hardware
+def _block_paces(trace: Trace) -> dict[str, float]:
+    """Return the tiny operations for each event of a block, by phase."""
+    events, hooks = Counter[str](), Counter[str]()
+    calls: set[tuple[str, str]] = set()
+    compiled = False
+    for event in trace.step:
+        if not (isinstance(event, Launch | Transfer) and _in_block(event.scope)):
+            continue
+        if event.scope.phase == "optimizer":
+            continue
+        phase, block = _region(event.scope)
+        events[phase] += 1
+        if isinstance(event, Launch):
+            is_compiled = event.kernel.host == "compiled"
+            compiled |= is_compiled
+            hooks[phase] += not is_compiled
+            if phase == "forward" and event.kernel.kind in _WORK:
+                calls.add((event.scope.action, block))
+        else:
+            hooks[phase] += _is_hook(trace, event)
+    count = len(calls) * trace.host.get("accumulation", 1)
+    inner, numbers = ("hooks", hooks) if compiled else ("block", events)
+    return {
+        phase: trace.host[f"{phase} {inner}"] * count / number
+        for phase, number in numbers.items()
+        if number and f"{phase} {inner}" in trace.host
+    }
+
+
+def _is_hook(trace: Trace, event: Transfer) -> bool:
+    """Return whether FSDP issues a transfer."""
+    return not _FSDP_AXES.isdisjoint(trace.groups[event.group].axes)
 
 
 def host_facts(traces: Collection[Trace], profile: Profile) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from .timeline import Timeline, summarise, waiting
 __all__ = ["ReplayError", "replay"]
 
 
+@no_garbage_collection()
 def replay(
     traces: Mapping[int, Trace], cost: Cost, *, steps: int = 2, busiest: float = 1.0
 ) -> Timeline:
@@ -67,53 +68,58 @@ def replay(
     Raises:
         ReplayError: ranks wait for each other forever, or for a rank without a trace.
     """
+    return _timeline(_run(traces, cost, steps), steps, busiest)
+
+
+@no_garbage_collection()
+def step_seconds(traces: Mapping[int, Trace], cost: Cost) -> float:
+    """Return the duration of the step of `replay`, without its parts."""
+    return _duration(_run(traces, cost, steps=2), steps=2)
+
+
+def _run(traces: Mapping[int, Trace], cost: Cost, steps: int) -> list[Host]:
+    """Replay steps to their end, and return the hosts with their devices."""
     assert steps >= 1
-    with no_garbage_collection():
-        clock = Clock()
-        rendezvous = Rendezvous(clock, cost, traces.keys())
-        profile = cost.profile
-        hosts = []
-        for rank, trace in traces.items():
-            assert rank == trace.rank
-            hosts.append(
-                Host(
-                    trace,
-                    Device(
-                        rank,
-                        clock,
-                        trace.groups,
-                        num_steps=steps,
-                        speed_beside_transfer=profile.compute_share_beside_transfer,
-                        speed_beside_compute=profile.transfer_share_beside_compute,
-                        arrive=rendezvous.arrive,
-                    ),
-                    cost,
-                )
+    clock = Clock()
+    rendezvous = Rendezvous(clock, cost, traces.keys())
+    profile = cost.profile
+    hosts = []
+    for rank, trace in traces.items():
+        assert rank == trace.rank
+        hosts.append(
+            Host(
+                trace,
+                Device(
+                    rank,
+                    clock,
+                    trace.groups,
+                    num_steps=steps,
+                    speed_beside_transfer=profile.compute_share_beside_transfer,
+                    speed_beside_compute=profile.transfer_share_beside_compute,
+                    arrive=rendezvous.arrive,
+                ),
+                cost,
             )
-        clock.ready.extend(hosts)
-        clock.run()
-        # Nothing can happen any more. A rank that is not done waits for something that never comes.
-        stuck = [host for host in hosts if host.waits_for or not host.device.is_done]
-        if stuck:
-            waits = (
-                f"rank {host.device.rank} waits for {host.describe_wait()}" for host in stuck
-            )
-            raise ReplayError(f"the step cannot end: {'; '.join(waits)}")
-        return _timeline(hosts, steps, busiest)
+        )
+    clock.ready.extend(hosts)
+    clock.run()
+    # Nothing can happen any more. A rank that is not done waits for something that never comes.
+    stuck = [host for host in hosts if host.waits_for or not host.device.is_done]
+    if stuck:
+        waits = (f"rank {host.device.rank} waits for {host.describe_wait()}" for host in stuck)
+        raise ReplayError(f"the step cannot end: {'; '.join(waits)}")
+    return hosts
 
 
 def _timeline(hosts: Sequence[Host], steps: int, busiest: float) -> Timeline:
     """Return the last step of all ranks."""
-    devices = [host.device for host in hosts]
-    # The step lasts from the end of the one before to its own end, on the slowest rank each. Ranks
-    # need not begin together.
-    begin = max(device.end_of(steps - 2) for device in devices) if steps > 1 else 0.0
-    step_s = max(device.end_of(steps - 1) for device in devices) - begin
+    step_s = _duration(hosts, steps)
     # Charts count from the earliest beginning of a compute stream.
-    origin = min(device.streams[COMPUTE_STREAM].cuts[-2][0] for device in devices)
+    origin = min(host.device.streams[COMPUTE_STREAM].cuts[-2][0] for host in hosts)
     ranks = {}
-    for host, device in zip(hosts, devices, strict=True):
-        lanes, groups = [*device.streams.values()], host.trace.groups
+    for host in hosts:
+        device, groups = host.device, host.trace.groups
+        lanes = [*device.streams.values()]
         ranks[device.rank] = rank = summarise(
             device.rank,
             lanes,
@@ -126,3 +132,10 @@ def _timeline(hosts: Sequence[Host], steps: int, busiest: float) -> Timeline:
         slowest = 1 + host.cost.profile.lag(host.trace.world_size)
         rank.waiting_s = waiting(rank, groups, slowest, busiest)
     return Timeline(step_s, ranks)
+
+
+def _duration(hosts: Sequence[Host], steps: int) -> float:
+    """Return the duration of the last step: from the end of the one before to its own end, on the slowest rank each."""
+    # Ranks need not begin together.
+    begin, end = (max(h.device.end_of(n) for h in hosts) for n in (steps - 2, steps - 1))
+    return end - begin

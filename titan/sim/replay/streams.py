@@ -81,13 +81,12 @@ class StreamQueue(Lane):
             self.cause = None
         # Entries of the clock for the old state are void from here on.
         self.version += 1
-        queue, clock = self.queue, self.device.clock
+        device, queue, clock = self.device, self.queue, self.device.clock
         while queue:
             item = queue[0]
             kind = item[0]
             if kind is RUN:
                 _, issued, seconds, launch, copies = item
-                device = self.device
                 pool = device.copies if copies else device.kernels
                 # In order of the trace, this is the kernel's turn, but its time may not have come.
                 if issued > now:  # the host issues it later
@@ -106,10 +105,11 @@ class StreamQueue(Lane):
                         clock.now = now = end
                         continue
                 self.busy = True
-                run = KernelRun(
-                    left=seconds, since=now, stream=self, event=launch, start=now, pool=pool
+                pool.append(
+                    KernelRun(
+                        left=seconds, since=now, stream=self, event=launch, start=now, pool=pool
+                    )
                 )
-                pool.append(run)
                 return device.retime(pool, now)
             if kind is AWAIT:
                 signal = item[1]
@@ -129,8 +129,8 @@ class StreamQueue(Lane):
                     return self._block(now, "host")
                 queue.popleft()
                 self.busy, self.running = True, batch
-                self.device.note_computing(self, False, now)
-                return self.device.arrive(batch, now)
+                device.note_computing(self, False, now)
+                return device.arrive(batch, now)
             else:
                 # STEP: all that was queued before it has run, so the step ends for this stream.
                 queue.popleft()
