@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.gpu import NEEDS_GPU as pytestmark  # noqa: F401
-from tests.support.profiler_traces import adds_up, modules_ms
+from tests.support.profiler_traces import adds_up, modules_ms, parts_s
 from tests.support.trainers import Trainer, run_to_end
 from titan.config.schema import JobConfig
 from titan.tools.trace_files import read_trace
@@ -31,7 +31,7 @@ def test_trace_and_snapshot(tmp_path: Path) -> None:
     timeline = read_trace(tmp_path / "traces/step-4/rank-0.json.gz")
     assert adds_up(timeline)
     for part in ("matmul", "attention", "elementwise", "optimizer"):
-        assert timeline.parts_s[part] > 0, part
+        assert parts_s(timeline)[part] > 0, part
     modules = modules_ms(timeline)
     for i in range(8):
         row = modules[f"layers.{i}.attention"]

@@ -4,7 +4,7 @@ Each instant of the traced steps belongs to one time range (trace.py), and each 
 causes apply, the first in CHANGES is taken: a compilation in a hook is a compilation. An example, of one thread, in ms:
 
     hook      [0 .. 30]                                        compile [5 .. 25], the rest of the hook: 10
-    norm      [30 .. 50]: subtract 4, square 4, mean 4, multiply 8     one kernel would take 8: 12 lost
+    norm      [30 .. 50]: var_mean 4, subtract 4, rsqrt 4, multiply 8  one kernel would take 8: 12 lost
     products  [50 .. 90]: 30 in fp32, 10 in bf16 at 3 times the rate   20 lost of the 30
     waits     [90 .. 100] within .item()                       10
 
@@ -19,6 +19,7 @@ time is taken out for each event. What is left of the difference to a simulated 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -28,42 +29,23 @@ from timeit import repeat
 from typing import Any
 
 from titan.base.rows import Row
+from titan.config.toml import table_beside
 from titan.observe.step_parts import COMMUNICATION, HOST, MODULE
 
-from .trace import BACKWARD, RECOMPUTED, Record, TimeRange, TracedSteps
+from .trace import BACKWARD, Record, TimeRange, TracedSteps
 from .trace_kinds import (
     CHECKPOINT,
     COLLECTION,
-    COMPILATION,
+    HAND_NORM,
     HOOK,
     LOADER,
     LOG,
     MATH,
-    NORM,
     SYNC,
 )
 
-UNPINNED, RANK, BATCH, HAND_NORM, FP32 = "unpinned", "rank", "batch", "norm", "fp32"
-PYTHON = "python"
-CHANGES = {
-    COMPILATION: "recompilation: keep shapes and Python values of a step fixed",
-    COLLECTION: "garbage collection: leave it to a larger training.gc_freq",
-    LOADER: "waiting for data: prepare shards, read from a faster disk",
-    CHECKPOINT: "pauses: a larger checkpoint.interval, async_mode, a larger validation.freq",
-    SYNC: "waits for the device: read numbers at logged steps only",
-    LOG: "logging: a larger metrics.log_freq",
-    HOOK: "a hook: less work in it, or in fewer steps",
-    UNPINNED: "copies from pageable memory: pin it",
-    RANK: "a slow rank: its own account says why (--rank)",
-    COMMUNICATION: "exposed transfers: less of this axis, or more work beside it",
-    RECOMPUTED: "recomputation: keep more activations (activation_checkpoint)",
-    MATH: "attention of many kernels: what does its mask or dtype ask for?",
-    HAND_NORM: "norms of many kernels: F.rms_norm, F.layer_norm, or compile",
-    FP32: "matrix products in fp32: compute them in bf16",
-    BATCH: "small batches: a larger training.local_batch_size",
-    HOST: "the host is late: compile, or larger batches",
-    PYTHON: "Python without an operator: what does it wait for or compute?",
-}
+UNPINNED, RANK, BATCH, FP32, PYTHON = "unpinned", "rank", "batch", "fp32", "python"
+CHANGES = table_beside(__file__, "account.toml")
 _SHORT = 100_000  # ns
 _GAP = (
     10_000_000  # ns without an operator: more than Python needs, and than a busy machine takes
@@ -72,6 +54,9 @@ _EVENT_MS = 0.005  # that an event takes the profiler, at most
 Times: Any = Counter  # of milliseconds by name; its stub knows whole numbers only
 _SMALL = 10_000  # ns: work that is so short takes about as long for a larger batch
 _LEAST = 0.03  # share of a step
+_SHORT_HOOK_MS = 0.1  # what Python needs to call a hook
+# Rates of a GPU for products of fp32 relative to bf16, from A100 to B200: of its tensor cores, and of the others.
+_TF32, _FP32 = 0.5, 0.065
 
 
 def account(
@@ -80,34 +65,35 @@ def account(
     *,
     tokens: float,
     simulated: Any,
-    dtype: str,
+    job: Record,
 ) -> Record:
     """Return the account of a rank.
 
     Args:
-        timelines: traces of the step by rank, this rank's first.
+        timelines: traces of the steps by rank, this rank's first.
         rows: rows of metrics after the first, if there are some.
         tokens: tokens of a step, if there are no rows; 0: unknown.
         simulated: facts of `titan sim`, or None.
-        dtype: dtype that the job computes in.
+        job: tables of the job, as far as they are known.
 
     Returns:
         Milliseconds of the step, of its reference, of each cause by place, the largest first, and of the rest. They add up.
     """
-    name, *_ = timelines
-    timeline = timelines[name]
+    (name, timeline), *_ = timelines.items()
+    job = defaultdict(dict, job)
     # Steps of metrics.jsonl leave out pauses.
     ns = sum(e.end - e.begin for e in timeline.exclusive if CHECKPOINT not in e.event.within)
     per_event, later = 0.0, rows[len(rows) // 2 :]
 
     def mean(column: str) -> float:
-        return 1e3 * fmean(row.get(column, 0.0) for row in later)
+        # Without the last row: a run saves at its end, whatever its interval.
+        return 1e3 * fmean(row.get(column, 0.0) for row in later[:-1] or later)
 
     if later:
         slower = ns / timeline.num_steps / 1e6 - 1e3 * median(row["step_s"] for row in later)
         tokens = median(row["step_s"] * row["tokens_per_s"] for row in later)
         per_event = min(max(slower * timeline.num_steps / len(timeline.events), 0), _EVENT_MS)
-    lost = _lost(timeline, per_event, dtype)
+    lost = _lost(timeline, per_event, job)
     reference = lost.pop("").total()
     if later:  # rows tell of the steps without a trace, too
         every = rows[-1]["step"] / len(rows)
@@ -116,11 +102,18 @@ def account(
         )
         lost[LOADER] = Times(metrics=mean("data_wait_s"))
         _reduce(lost[LOG], lost[LOG].total() * max(1 - timeline.num_steps / every, 0))
-    exposed = {rank: 1e3 * each.parts_s[COMMUNICATION] for rank, each in timelines.items()}
+    # The trainer collects every gc_freq steps, and this may be one of them.
+    due = timeline.num_steps / job["training"].get("gc_freq", 1)
+    found = [e for e in timeline.events if e.name == COLLECTION and not e.module]
+    if len(found) <= math.ceil(due):
+        lost[COLLECTION][COLLECTION] *= due / max(len(found), 1)
     # Of the traced steps: on a machine with other work, those without a trace differ.
     step = reference + sum(places.total() for places in lost.values())
-    slowest = min(exposed, key=exposed.__getitem__)
-    lost[RANK][slowest] = exposed[name] - exposed[slowest]
+    exposed_ms = {rank: each.exposed_ms for rank, each in timelines.items()}
+    slowest = min(exposed_ms, key=lambda rank: sum(exposed_ms[rank]))
+    late_ms = median(map(operator.sub, exposed_ms[name], exposed_ms[slowest]))
+    # A rank is slow if others wait in most steps for longer than it waits itself in any: less may be chance.
+    lost[RANK][slowest] = late_ms * (late_ms > max(exposed_ms[slowest]))
     _reduce(lost[COMMUNICATION], lost[RANK].total())
     if simulated:
         reference = 1e3 * simulated["step_time_s"]
@@ -128,6 +121,7 @@ def account(
         _reduce(lost[HOST], 1e3 * simulated["time"]["host_s"])
     causes = sorted(lost.items(), key=lambda item: -item[1].total())
     return {
+        "note": timeline.note,
         "step_ms": step,
         "reference_ms": reference,
         "tokens": tokens,
@@ -148,6 +142,8 @@ def page(facts: Record) -> Iterator[str]:
     smaller = sum(ms for ms in sums.values() if ms < _LEAST * step_ms)
     lines += [(smaller, "smaller causes"), (facts["unattributed_ms"], "not attributed")]
     yield f"step {step_ms:,.1f} ms; {facts['reference_ms']:,.1f} ms without the lost time"
+    if facts["note"]:
+        yield facts["note"]
     yield f"{'ms':>10}{'share':>8}{'tokens/s':>12} without it"
     for ms, text in [(0, "measured"), *lines]:
         rate = f"{facts['tokens'] / (step_ms - ms) * 1e3:,.0f}" if facts["tokens"] else "?"
@@ -162,7 +158,7 @@ def _reduce(places: Any, ms: float) -> None:
         places[place] *= share
 
 
-def _lost(timeline: TracedSteps, per_event: float, dtype: str) -> dict[str, Any]:
+def _lost(timeline: TracedSteps, per_event: float, job: Record) -> dict[str, Any]:
     """Return the milliseconds of a step that were lost, by cause and place. The cause "" has what is left, the reference."""
     starts = Counter(
         event.name
@@ -172,8 +168,10 @@ def _lost(timeline: TracedSteps, per_event: float, dtype: str) -> dict[str, Any]
         # A wrapper has the name of its module.
         and event.name != (event.parent and event.parent.name)
     )
-    batches = max(starts.values(), default=1) / timeline.num_steps
-    times = defaultdict[tuple[str, str], Any](partial(defaultdict, list))
+    # A pipeline's schedule needs its micro-batches.
+    is_pipeline = job["parallelism"].get("pipeline_parallel_degree", 1) > 1
+    batches = 1 if is_pipeline else max(starts.values(), default=1) / timeline.num_steps
+    times = defaultdict(partial(defaultdict, list))
     in_fp32 = {e.event.module for e in timeline.exclusive if _is_fp32(e)}
     waited = ""
     for each in timeline.exclusive:
@@ -189,15 +187,16 @@ def _lost(timeline: TracedSteps, per_event: float, dtype: str) -> dict[str, Any]
                 PYTHON if cause != HOOK and each.end - each.begin > _GAP else waited or cause
             )
         times[cause, _where(each)][each.name].append(max(ms, 0) / timeline.num_steps)
-    as_bf16 = _share_of_bf16(timeline, dtype)
-    lost = defaultdict[str, Any](Times)
+    as_bf16 = _share_of_bf16(timeline, job["training"].get("mixed_precision_param"))
+    lost = defaultdict(Times)
     for (cause, where), calls in times.items():
         sums = {name: sum(ms) for name, ms in calls.items()}
         total = sum(sums.values())
         kept = {
             "": total,
             BATCH: total / batches,
-            HOST: 0 if timeline.is_gpu else total,
+            HOST: total * (not timeline.is_gpu),
+            HOOK: total * (total < _SHORT_HOOK_MS),
             # One kernel reads and writes as the longest does, once in each call.
             HAND_NORM: max(map(fmean, calls.values())) * min(map(len, calls.values())),
             MATH: max(sums.values()),
@@ -214,13 +213,11 @@ def _cause(each: TimeRange, *, has_batches: bool, in_fp32: Any) -> str:
     within = {*each.event.within, each.part}
     applies = {
         UNPINNED: "Pageable" in each.name,
-        HAND_NORM: NORM not in within
-        and re.match(r"ln|\w*norm", each.event.module.rpartition(".")[2])
-        and each.part in ("elementwise", "copies"),
+        HAND_NORM: HAND_NORM in within and each.part in ("elementwise", "copies"),
         FP32: _is_fp32(each) or ("cast" in within and each.event.module in in_fp32),
         BATCH: has_batches and (each.part == HOST or each.end - each.begin < _SMALL),
     }
-    return next((cause for cause in CHANGES if cause in within or applies.get(cause)), "")
+    return next((cause for cause in CHANGES if applies.get(cause, cause in within)), "")
 
 
 def _is_fp32(each: TimeRange) -> bool:
@@ -230,32 +227,36 @@ def _is_fp32(each: TimeRange) -> bool:
 
 def _where(each: TimeRange) -> str:
     """Return the place of a time range: the group of a transfer, a module or hook, or the call."""
-    place = re.sub(r"\.\d+", ".*", each.event.module) or each.name
+    place = re.sub(r"([.#])\d+", r"\1*", each.event.module or each.name or "between events")
     place += " backward" * (BACKWARD in each.event.within)
-    return each.event.details.get("Process Group Description", place)
+    return str(each.event.details.get("Process Group Description", place))
 
 
-def _share_of_bf16(timeline: TracedSteps, dtype: str) -> float:
+def _share_of_bf16(timeline: TracedSteps, asked: Any) -> float:
     """Return the share of the time of products in fp32 that bf16 takes for as many operations, by the trace's own rates.
 
-    If a bf16 job has none in bf16, the longest of them is measured on this machine.
+    If a bf16 job has none in bf16, a GPU's datasheet says it, or the longest of them is measured on this machine.
     """
-    work, times = (
-        defaultdict[str, Counter[Any]](Counter),
-        defaultdict[str, Counter[Any]](Counter),
-    )
+    ns = Counter()  # by dtype and shapes
+    calls = defaultdict(set)
     for each in timeline.exclusive:
         dims = [dims for dims in each.event.details.get("Input Dims", ()) if len(dims) > 1]
         if each.part == "matmul" and len(dims) > 1:
-            name, shape = each.event.details["Input type"][0], tuple(map(tuple, dims[-2:]))
-            work[name][each.event] = math.prod(dims[-2]) * dims[-1][-1]
-            times[name][shape] += each.end - each.begin
-    names = "float", "c10::BFloat16"
-    if dtype == "bfloat16" and not timeline.is_gpu and names[0] in times.keys() - {names[1]}:
-        [(shape, _)] = times[names[0]].most_common(1)
-        bf16, fp32 = (_seconds(shape, dtype) for dtype in ("bfloat16", "float32"))
-        return min(bf16 / fp32, 1)
-    fp32, bf16 = (work[n].total() / (times[n].total() or 1) for n in names)
+            key = each.event.details["Input type"][0], *map(tuple, dims[-2:])
+            ns[key] += each.end - each.begin
+            calls[key].add(each.event)
+
+    def rate(dtype: str) -> float:
+        keys = [key for key in ns if key[0] == dtype]
+        work = sum(len(calls[key]) * math.prod(key[1]) * key[2][-1] for key in keys)
+        return work / max(sum(ns[key] for key in keys), 1)
+
+    fp32, bf16 = rate("float"), rate("c10::BFloat16")
+    if asked == "bfloat16" and fp32 and not bf16:
+        if timeline.is_gpu:
+            return _TF32 if any("tf32" in each.name for each in timeline.exclusive) else _FP32
+        shapes = max(ns, key=lambda key: ns[key] * (key[0] == "float"))[1:]
+        return min(_seconds(shapes, "bfloat16") / _seconds(shapes, "float32"), 1)
     return fp32 / max(fp32, bf16, 1e-9)
 
 

@@ -196,7 +196,7 @@ class Answers:
 
     def converse(self) -> None:
         """Answer each line of standard input, in one conversation, until its end or an empty line."""
-        messages: list[dict[str, Any]] = []
+        messages = []
         while line := self._read():
             asked = [*messages, {"role": "user", "content": line}]
             try:

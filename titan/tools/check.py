@@ -6,24 +6,23 @@ Optional parts add options and lines, such as --hardware of the simulator (titan
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.identity import sources_of
 from titan.checks.check_extension import CheckExtension
 from titan.checks.machine import advise_config, first_weights, try_rows, try_tokenizer
 from titan.checks.rules import device_of, load_to_run
-from titan.commands import summary_of
 from titan.config.errors import ConfigError
 from titan.config.layout import Layout
 from titan.config.load import print_warnings
 from titan.config.model import model_title
-from titan.config.options import JOB, command_parser, known_options, mistake, positive, put_json
+from titan.config.options import known_options, mistake, put_json
 from titan.config.phases import memory_of, phases_of
 from titan.config.plug_ins import parts_of
 from titan.config.schema import CsvSource, JobConfig, JsonlSource, ParquetSource, ShardsSource
 
 from .shipped import folders
+from .tables import parser_of
 
 _TRIED_ROWS = 100  # rows of a source that are read
 _BESIDE_FOLDER = ("hf", "json", "world_size")  # options that go with --hf
@@ -32,24 +31,10 @@ _BESIDE_FOLDER = ("hf", "json", "world_size")  # options that go with --hf
 def main(argv: list[str]) -> int:
     """Run `titan check`."""
     extensions = [*parts_of(CheckExtension)]
-    usage = "".join(extension.usage for extension in extensions)
-    parser = command_parser(
-        "check",
-        f"{JOB} [--world-size N]{usage} [--json [FILE]]\n       titan check --hf FOLDER [--json [FILE]]",
-        summary=summary_of("check"),
-    )
-    parser.add_argument(
-        "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
-    )
-    parser.add_json()
+    parser = parser_of("check")
+    parser.usage = str(parser.usage).format("".join(each.usage for each in extensions))
     for extension in extensions:
         extension.add_options(parser)
-    parser.add_argument(
-        "--hf",
-        type=Path,
-        metavar="FOLDER",
-        help="instead of a job: a Hugging Face folder, or its config.json. Print which model of titan it is, and whether its weights load",
-    )
     options, job = parser.parse_known_args(argv)
     if options.hf:
         others = (value for name, value in vars(options).items() if name not in _BESIDE_FOLDER)

@@ -5,33 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan.checks.rules import check as check_rules
-from titan.commands import summary_of
-from titan.config.errors import ConfigError, Problem, choose, readable
+from titan.config.errors import ConfigError, choose, readable
 from titan.config.load import load_from_argv
-from titan.config.options import JOB, command_parser, known_options, mistake, put_json
+from titan.config.options import known_options, mistake, put_json
 from titan.config.render import json_schema, to_toml
-from titan.tools.shipped import about, copy, jobs
+
+from .shipped import about, copy, jobs
+from .tables import parser_of
 
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
-    usage = f"{JOB} [--comments] [--json [FILE]]\n       titan config --list [NAME] [--output FILE.toml]\n       titan config --schema"
-    parser = command_parser("config", usage, summary=summary_of("config"))
-    parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
-    parser.add_argument(
-        "--list",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="list the jobs that come with titan, or print the one of this name",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.toml", help="with --list NAME: copy the job there"
-    )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON schema of job files, for editors"
-    )
-    parser.add_json()
+    parser = parser_of("config")
     options, job = parser.parse_known_args(argv)
     if (options.schema or options.list is not None) and job:
         raise mistake(job[0], "is no option, and --list and --schema need no job")
@@ -43,7 +28,7 @@ def main(argv: list[str]) -> int:
     if options.list is not None:
         return _shipped(options.list, options.output, options.json)
     # Broken rules are reported together with wrong keys: the readable part of the config is checked.
-    problems: list[Problem] = []
+    problems = []
     resolved = readable(problems, load_from_argv, job, options=known_options(parser))
     if resolved is not None:
         problems += check_rules(resolved)

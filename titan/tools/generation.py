@@ -12,6 +12,7 @@ B batch of prompts, S sequence, T cached positions, H query heads, G key/value h
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,21 +97,23 @@ class CachedAttention(nn.Module):
         return F.pad(out_BH1K, (0, 0, q_BHSK.shape[2] - 1, 0))
 
 
-def cache_attention(model: nn.Module) -> Callable[[], None]:
-    """Cache keys and values in each inner attention of a model. Return a function that undoes this."""
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    # Lists, since the loop changes what it walks over.
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, InnerAttention):
-                setattr(parent, name, CachedAttention(child))
-                swapped.append((parent, name, child))
-
-    def undo() -> None:
+@contextmanager
+def cached_attention(model: nn.Module) -> Iterator[None]:
+    """Cache keys and values in each inner attention of a model, and leave the model as it was."""
+    # A list, since the loop changes what it walks over.
+    swapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, InnerAttention)
+    ]
+    for parent, name, child in swapped:
+        setattr(parent, name, CachedAttention(child))
+    try:
+        yield
+    finally:
         for parent, name, child in swapped:
             setattr(parent, name, child)
-
-    return undo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +170,7 @@ class Generator:
         inputs = inputs_of(tokens_BS.masked_fill(ids_BS == 0, -1)) if inputs_of else {}
         is_padded, has_ended = not ids_BS.all(), [False] * len(prompts)
         recurs = modules_of(self.model, SequenceModule)
-        # The model is left as it was, even if the caller stops half-way.
-        undo = cache_attention(self.model) if not recurs else lambda: None
-        try:
+        with nullcontext() if recurs else cached_attention(self.model):
             for _ in range(self.max_new_tokens):
                 logits_BSV = self.model(
                     tokens_BS, positions_BS, ids_BS if is_padded else None, **inputs
@@ -192,8 +193,6 @@ class Generator:
                 tokens_BS = chosen[:, None].expand(-1, ranks)
                 positions_BS = (positions_BS[:, -1:] + 1).expand(-1, ranks)
                 ids_BS = torch.ones_like(tokens_BS)
-        finally:
-            undo()
 
     def _choose(self, logits_BV: Tensor, generators: list[torch.Generator]) -> Tensor:
         """Return a token for each prompt, int64 (B,), drawn by its generator."""

@@ -32,7 +32,7 @@ def init(argv: list[str]) -> int:
     if options.text == "":  # of a variable that is not set
         raise mistake("--text", "names no path")
     require_new(options.file)
-    changes: dict[str, dict[str, Any]] = {}
+    changes = {}
     if options.hf:
         changes |= folders().job_of(options.hf)
         model = changes["model"]
@@ -56,9 +56,7 @@ def _for_text(options: Any) -> dict[str, dict[str, Any]]:
     documents = open_all([source])
     num_bytes = documents.num_bytes or 0
     path = source_of(source).path  # Python's library has none
-    changes: dict[str, dict[str, Any]] = {
-        "training": {"dataset": source.type, "dataset_path": path}
-    }
+    changes: dict[str, Any] = {"training": {"dataset": source.type, "dataset_path": path}}
     if options.hf:
         return changes
     # Flavor, and ids of the vocabulary and steps at most.

@@ -11,9 +11,10 @@ events.jsonl. It needs the extra `plot` (matplotlib).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import accumulate, cycle
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,20 +23,16 @@ from titan.base.rows import Row, number, read_rows
 from titan.base.run_folder import EVENTS, METRICS, RunFolder
 from titan.base.untrusted import InputError
 from titan.config.options import mistake
+from titan.config.toml import table_beside
 from titan.observe.sinks import require
 
 from .row_files import RowFile, run_names
 from .tables import parser_of
 
 Style = dict[str, Any]
-BOLD: Style = {"linewidth": 2}
-LAYER, MEAN = "recall of layer ", "mean recall"
-# Events after which a run continues from a checkpoint: their names in the legend, and their marks.
-MARKS: dict[str, tuple[str, Style]] = {
-    "resume": ("restart", {"linewidth": 0.9, "linestyle": "--"}),
-    "rewind": ("rewind", {"linewidth": 0.9, "linestyle": ":"}),
-    "swap": ("another job", {"linewidth": 0.9, "linestyle": "-."}),
-}
+TABLE = table_beside(__file__, "plot.toml")
+MARKS = TABLE["marks"]
+MEAN, LAYER = "mean recall", "recall of layer "
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,8 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     output = arguments.output or files[0].with_name("curves.png")
     if not arguments.output and output.is_symlink():
         output.unlink()  # rather than write to where the author of the folder points
+    from matplotlib import rc_context
+
     try:
-        draw(runs, starts, output=output, x=arguments.x)
+        with rc_context(TABLE["matplotlib"]):
+            draw(runs, starts, output=output, x=arguments.x)
     except OSError as error:
         raise InputError(str(error)) from None
     print(f"wrote {output}")
@@ -134,12 +134,9 @@ def loss_curves(rows: list[Row], x: str) -> list[tuple[str, Style, list[float], 
     single, mean = points(rows, x, "loss"), points(rows, x, "loss_mean")
     # Rows of a version without means have only the losses.
     at, loss = mean if mean[1] else single
-    curves = [
-        ("each logged step", {"linewidth": 0.8, "alpha": 0.35}, *single),
-        ("mean since the last row", {"linewidth": 0.9, "alpha": 0.8}, *mean),
-        ("running mean", BOLD, at, running_mean(loss)),
-    ]
-    return [curve for curve in curves if curve[2]]
+    curves = single, mean, (at, running_mean(loss))
+    named = zip(TABLE["curves"].items(), curves, strict=True)
+    return [(name, style, x, y) for (name, style), (x, y) in named if y]
 
 
 def running_mean(values: list[float]) -> list[float]:
@@ -148,36 +145,22 @@ def running_mean(values: list[float]) -> list[float]:
     The window is centred and shrinks towards both ends, so that the mean does not lag behind a
     falling loss.
     """
-    sums = [0.0, *accumulate(values)]
+    import numpy as np  # cheap next to matplotlib
+
     # Prefix sums make this linear for any window.
-    half = len(values) // 60
-    if not half:
-        return values
-    means = []
-    for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        means.append((sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1))
-    return means
+    sums = np.cumsum([0.0, *values])
+    places = np.arange(len(values))
+    reach = np.minimum(np.minimum(places, places[::-1]), len(values) // 60)
+    means = (sums[places + reach + 1] - sums[places - reach]) / (2 * reach + 1)
+    return [*means]
 
 
 def panels(runs: dict[str, list[Row]]) -> Iterator[tuple[str, list[str]]]:
     """Yield label and columns of each panel between loss and throughput, if a row has these columns."""
     keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
-    for label, prefix in (
-        ("loss", "source_loss/"),
-        ("validation", "source_validation_loss/"),
-    ):
-        if sources := [key for key in keys if key.startswith(prefix)]:
-            yield f"{label} by source", sources
-    if "bits_per_byte" in keys:
-        yield "bits per byte", ["bits_per_byte"]
-    if tasks := [key for key in keys if key.startswith("eval/") and key.endswith("/acc")]:
-        yield "accuracy", tasks
-
-    if "indexer_loss" in keys:
-        yield "indexer's loss (nats)", ["indexer_loss"]
-    if layers := [key for key in keys if key.startswith(LAYER)]:
-        yield "recall of chosen keys", [MEAN, *layers]
+    for label, names in TABLE["panels"].items():
+        if found := [key for key in keys if re.fullmatch(names, key)]:
+            yield label, found
 
 
 def with_recall(row: Row) -> Row:
@@ -187,7 +170,7 @@ def with_recall(row: Row) -> Row:
     except (KeyError, TypeError):
         return row
     recalls = {f"{LAYER}{layer}": r for layer, r in pairs if number(r) is not None}
-    return row | recalls | ({MEAN: fmean(recalls.values())} if recalls else {})
+    return row | ({MEAN: fmean(recalls.values())} if recalls else {}) | recalls
 
 
 def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x: str) -> None:
@@ -205,24 +188,24 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
 
     more = dict(panels(runs))
     heights = (2, *(1 for _ in more), 1)
-    figure = Figure(figsize=(10, 2.5 * sum(heights)), layout="constrained", dpi=120)
+    figure = Figure(figsize=(10, 2.5 * sum(heights)))
     upper, *between, lower = all_axes = figure.subplots(
         len(heights), 1, sharex=True, height_ratios=heights
     )
-    styles: dict[str, Style] = {}  # styles of the drawn lines, by their names in the legend
+    styles = {}  # styles of the drawn lines, by their names in the legend
     for i, (name, rows) in enumerate(runs.items()):
-        line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours
+        line = {"color": f"C{i % 10}"}  # matplotlib's ten colours
         # A few rows are dots: lines between them would look like a curve that nobody measured.
         dash = "." if len(rows) < 10 else "-"
         for text, style, at, loss in loss_curves(rows, x):
             # The run's name belongs to the last curve, which is bold.
-            upper.plot(at, loss, dash, **line, **style, label=name if style is BOLD else None)
+            label = name if text == "running mean" else None
+            upper.plot(at, loss, dash, **line, **style, label=label)
             styles[text] = style
         at, validation = points(rows, x, "validation_loss")
         if at:
             label = f"{name}: validation (last {validation[-1]:.4f})"
-            marker: Style = {"markersize": 6, "markeredgecolor": "white"}
-            upper.plot(at, validation, "o", **line, **marker, label=label)
+            upper.plot(at, validation, **line, **TABLE["styles"]["validation"], label=label)
         lower.plot(*points(rows, x, "tokens_per_s"), dash, **line, linewidth=1.2)
         for axes, keys in zip(between, more.values(), strict=True):
             for key, dash in zip(keys, cycle(("-", "--", ":", "-."))):
@@ -230,14 +213,15 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
                 if not at:
                     continue
                 if key.startswith(LAYER):  # its number is at the beginning of the line
-                    axes.plot(at, values, **line, linewidth=0.8, alpha=0.45)
+                    axes.plot(at, values, **line, **TABLE["styles"]["layer"])
                     layer = key.removeprefix(LAYER)
                     axes.annotate(layer, (at[0], values[0]), ha="right", fontsize=7, **line)
                     continue
                 label = f"{name}: {key} (last {values[-1]:.4f})"
-                axes.plot(at, values, dash, **line, marker="o", markersize=3, label=label)
+                axes.plot(at, values, dash, **line, **TABLE["styles"]["column"], label=label)
         for start in starts[i]:
-            text, style = MARKS[start["event"]]
+            style = {**MARKS[start["event"]]}
+            text = style.pop("label")
             if (place := mark(start, rows, x)) is not None:
                 styles[text] = style
                 for axes in all_axes:
@@ -246,10 +230,8 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
         all_axes, ("loss (nats per token)", *more, "tokens per second"), strict=True
     ):
         axes.set_ylabel(text)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     for axes in between:
-        axes.legend(frameon=False)
+        axes.legend()
     lower.set_xlabel("hours since the first start" if x == "time" else x)
     # From zero, so that a small dip does not look like a collapse.
     lower.set_ylim(bottom=0)
@@ -257,6 +239,6 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
         axis.set_major_formatter(EngFormatter(sep=""))
     # Styles have the same meaning in every run, so the legend explains them once, in grey.
     grey = [Line2D([], [], color="grey", **style, label=text) for text, style in styles.items()]
-    upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey], frameon=False)
+    upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey])
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)

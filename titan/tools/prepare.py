@@ -80,15 +80,12 @@ def _summary(folder: Path, index: Index, unread: list[str]) -> str:
                 f"{len(shards)} shards, {num_bytes / tokens:.2f} bytes/token"
             )
     lines += [f"  {line}" for line in (unread_line(index.unread),) if line] + unread
-    lines += [
-        "to train on it:",
-        "  [training]",
-        '  dataset = "shards"',
-        f'  dataset_path = "{folder}"',
-    ]
+    lines.append(
+        f'to train on it:\n  [training]\n  dataset = "shards"\n  dataset_path = "{folder}"'
+    )
     # The held-out split is in the same folder, so the job only has to enable validation.
     if index.splits["validation"]:
-        lines += ["  [validation]", "  enable = true"]
+        lines.append("  [validation]\n  enable = true")
     return "\n".join(lines)
 
 

@@ -13,18 +13,15 @@ from titan.base.untrusted import InputError
 from titan.commands import load_command
 from titan.config.options import put_json
 from titan.config.toml import read_toml
-from titan.observe.step_parts import COMMUNICATION
 
 from .account import account, page
 from .tables import parser_of
-from .trace_files import find_traces, read_trace
+from .trace_files import ODD, find_traces, read_trace
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code, 2 for the user's mistakes."""
-    parser = parser_of("profile")
-    parser.add_json()
-    options = parser.parse_args(argv)
+    options = parser_of("profile").parse_args(argv)
     try:
         paths = find_traces(options.run, step=options.step, rank=options.rank)
     except OSError as error:
@@ -32,21 +29,22 @@ def main(argv: list[str] | None = None) -> int:
     # Eight ranks at most: a large trace takes seconds.
     found = [(path, read_trace(path)) for path in paths[:8]]
     if options.rank is None:  # the one that waits longest knows for whom
-        found.sort(key=lambda each: -each[1].parts_s[COMMUNICATION])
+        found.sort(key=lambda each: -sum(each[1].exposed_ms))
     traces = {path.name.partition(".")[0]: trace for path, trace in found}
-    run, simulated = RunFolder(options.run), None
+    run = RunFolder(options.run)
     job = options.job or run.config
-    if options.hardware:
-        simulated = _simulate(job, len(paths), options.hardware)
-    asked = read_toml(job)[0].get("training", {}) if options.job or job.exists() else {}
-    facts = account(
-        traces,
-        run.rows()[1:],
-        tokens=options.tokens,
-        simulated=simulated,
-        dtype=asked.get("mixed_precision_param", ""),
-    )
+    simulated = options.hardware and _simulate(job, len(paths), options.hardware)
     path = found[0][0]
+    try:
+        facts = account(
+            traces,
+            run.rows()[1:],
+            tokens=options.tokens,
+            simulated=simulated,
+            job=read_toml(job)[0] if options.job or job.exists() else {},
+        )
+    except ODD as error:  # events of another form than those of torch
+        raise InputError(f"{path}: not a trace of torch's profiler: {error!r}") from None
     if not put_json({"trace": str(path)} | facts, options.json):
         print(path, *page(facts), sep="\n")
     return 0

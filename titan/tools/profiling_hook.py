@@ -177,7 +177,7 @@ def name_modules(parts: Iterable[nn.Module]) -> list[Undo]:
     """
     undo = []
     for part in parts:
-        compiled: list[str] = []
+        compiled = []
         for wrapped_name, module in part.named_modules():
             name = canonical_name(wrapped_name + ".")[:-1]
             # Deeper modules would make the trace large, and their parents already name them.

@@ -186,7 +186,7 @@ class RowFile(LineFile):
 
     def begin(self) -> None:
         self.thin = Thin(self._limit)
-        self._recent = deque[Row](maxlen=min(_RECENT, self._limit))
+        self._recent = deque(maxlen=min(_RECENT, self._limit))
 
     def take(self, lines: list[bytes]) -> None:
         rows = [row for line in lines if (row := parse(line))]

@@ -74,7 +74,7 @@ def require_new(target: Path) -> None:
 
 def _changed(text: str, changes: Changes) -> str:
     """Return a job's text with other values of some keys, at the beginning of their sections."""
-    lines: list[str] = []
+    lines = []
     keys: Mapping[str, Any] = {}
     for line in text.splitlines():
         if header := re.fullmatch(r"\[(\w+)\]", line):

@@ -21,4 +21,7 @@ def parser_of(command: str, **types: Callable[[str], Any]) -> CommandParser:
     """
     about = OPTIONS[command]
     summary = about.get("summary") or summary_of(command)
-    return table_parser(command, {**about, "summary": summary}, **types)
+    parser = table_parser(command, {**about, "summary": summary}, **types)
+    if about.get("answers_json"):
+        parser.add_json()
+    return parser

@@ -29,13 +29,11 @@ _SMALLEST = 258  # bytes, and two special tokens
 def _parser() -> CommandParser:
     parser = parser_of("tokenizer")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{train,inspect}")
-    learn = commands.add_parser("train", help="learn a byte-level BPE vocabulary")
-    add_quiet(learn)
-    add_options(learn, OPTIONS["tokenizer"]["train"])
-    help_ = "sizes, special tokens, and how a text is cut"
-    look = commands.add_parser("inspect", help=help_)
-    look.add_json()
-    add_options(look, OPTIONS["tokenizer"]["inspect"])
+    for name, add_more in (("train", add_quiet), ("inspect", CommandParser.add_json)):
+        about = OPTIONS["tokenizer"][name]
+        command = commands.add_parser(name, help=about["help"])
+        add_more(command)
+        add_options(command, about["options"])
     return parser
 
 

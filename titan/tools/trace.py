@@ -13,14 +13,16 @@ The module imports no torch, so that it answers at once. Integers are nanosecond
 from __future__ import annotations
 
 import sys
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from titan.base.untrusted import InputError
-from titan.observe.step_parts import COMMUNICATION, HOST, MODULE, PARTS
+from titan.observe.step_parts import COMMUNICATION, HOST, MODULE
 
+from .by_hand import written_by_hand
 from .trace_kinds import CARRIED, HOOK, kind_of_kernel, kind_of_operator, surroundings
 
 BACKWARD, RECOMPUTED = "backward", "recomputed"
@@ -97,27 +99,31 @@ class TracedSteps:
     Attributes:
         events: events of the host by their beginning, outer events first.
         exclusive: busy and idle times of the hardware, in order, without gaps or overlaps.
-        num_steps: steps of the trace.
+        begins: start times of the steps.
+        note: for people, if torch's profiler has not marked the steps.
         is_gpu: whether the work are kernels.
     """
 
     events: list[TraceEvent]
     exclusive: list[TimeRange]
-    num_steps: int
+    begins: list[int]
+    note: str
     is_gpu: bool
 
     @property
-    def step_ms(self) -> float:
-        """Return the mean milliseconds of a step."""
-        return (self.exclusive[-1].end - self.exclusive[0].begin) / self.num_steps / 1e6
+    def num_steps(self) -> int:
+        """Return the number of steps."""
+        return len(self.begins)
 
     @property
-    def parts_s(self) -> dict[str, float]:
-        """Return the seconds of a step by part."""
-        parts_s = dict.fromkeys(PARTS, 0.0)
+    def exposed_ms(self) -> list[float]:
+        """Return the milliseconds of exposed communication of each step."""
+        exposed_ms = [0.0] * self.num_steps
         for each in self.exclusive:
-            parts_s[each.part] += (each.end - each.begin) / self.num_steps / 1e9
-        return parts_s
+            if each.part == COMMUNICATION:
+                step = bisect(self.begins, each.begin) - 1
+                exposed_ms[step] += (each.end - each.begin) / 1e6
+        return exposed_ms
 
 
 def analyse(raw: Iterable[Record]) -> TracedSteps:
@@ -133,7 +139,7 @@ def analyse(raw: Iterable[Record]) -> TracedSteps:
         InputError: there are more than MAX_EVENTS events.
     """
     events, by_correlation, kernels = _sorted_out(raw)
-    _find_places(events)
+    _find_places(events, is_gpu=bool(kernels))
     ranges = []
     for begin, end, name, stream, correlation in kernels:
         launch = by_correlation.get(correlation, _NOWHERE)
@@ -141,22 +147,33 @@ def analyse(raw: Iterable[Record]) -> TracedSteps:
         ranges.append(TimeRange(begin, end, part, launch, name, stream))
     # The work of a CPU are its operators. Beside a GPU they say what an idle device waited for.
     for event in events:
-        part = kind_of_operator(event.name, event.within, is_operator=event.is_operator)
-        part = HOST if kernels else part
-        span = event.begin, event.end
-        ranges.append(TimeRange(*span, part, event, event.name, event.thread))
-    # The profiler marks each step. A trace without marks counts as one step.
-    steps = [event for event in events if event.name.startswith("ProfilerStep#")]
-    begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)
-    if kernels:  # the device finishes after the host
-        end = max(end, *(each.end for each in ranges))
-    return TracedSteps(events, _exclusive(ranges, begin, end), len(steps) or 1, bool(kernels))
+        part = HOST
+        if not kernels:
+            part = kind_of_operator(event.name, event.within, is_operator=event.is_operator)
+        ranges.append(TimeRange(event.begin, event.end, part, event, event.name, event.thread))
+    if not ranges:
+        raise ValueError("no operators, no kernels")
+    begin, end = min(each.begin for each in ranges), max(each.end for each in ranges)
+    # If nobody called the profiler's `step`, whole steps lie between the ends of two updates.
+    updates = [event for event in events if event.name.startswith("Optimizer.step#")]
+    ends = [event.end for event in updates if event.name == updates[0].name]
+    begins, note = [begin], "no step was marked with torch.profiler's step(): all counts as one"
+    if steps := [event for event in events if event.name.startswith("ProfilerStep#")]:
+        begins, note = [event.begin for event in steps], ""
+        if not kernels:  # the device finishes after the host
+            end = max(event.end for event in steps)
+    elif len(ends) > 1:
+        *begins, end = ends
+        note = f"steps were not marked with torch.profiler's step(): {len(begins)} from update to update"
+    if begins[0] >= end:
+        raise ValueError("its events take no time")
+    return TracedSteps(events, _exclusive(ranges, begins[0], end), begins, note, bool(kernels))
 
 
 def _span(record: Record) -> tuple[int, int]:
     # Traces count in microseconds, with fractions.
     begin = round(record["ts"] * 1000)
-    return begin, begin + round(record.get("dur", 0) * 1000)
+    return begin, begin + round((record.get("dur") or 0) * 1000)
 
 
 def _sorted_out(
@@ -170,8 +187,8 @@ def _sorted_out(
     """
     events, by_correlation, kernels = [], {}, []
     for record in raw:
-        category, details = record.get("cat"), record.get("args", {})
-        if category not in (*_KERNELS, *_ON_HOST) or record["ph"] != "X":
+        category, details = record.get("cat"), record.get("args") or {}
+        if category not in (*_KERNELS, *_ON_HOST) or record.get("ph") != "X":
             continue
         correlation = details.get("correlation")
         lane, name = (record.get("pid"), record.get("tid")), sys.intern(record["name"])
@@ -184,21 +201,21 @@ def _sorted_out(
             by_correlation[correlation] = event
         # Checked while reading, before memory runs out.
         if len(events) + len(kernels) > MAX_EVENTS:
-            text = f"more than {MAX_EVENTS:,} events: record fewer steps: profiling.profiler_active"
-            raise InputError(text)
+            raise InputError(
+                f"more than {MAX_EVENTS:,} events: record fewer steps: profiling.profiler_active"
+            )
     by_correlation.pop(None, None)
     # An outer event begins no later and ends no earlier than its inner events.
     events.sort(key=lambda event: (event.begin, -event.end))
     return events, by_correlation, kernels
 
 
-def _find_places(events: list[TraceEvent]) -> None:
+def _find_places(events: list[TraceEvent], *, is_gpu: bool) -> None:
     """Set parent, module and surroundings of each event. Parents come before children, forward before backward."""
-    newest: dict[Any, str] = {}  # module of each thread's last backward node
-    forward: dict[
-        int, TraceEvent
-    ] = {}  # newest operator of each sequence number: it has made the node
-    stacks = defaultdict[Any, list[TraceEvent]](list)
+    newest = {}  # module of each thread's last backward node
+    forward = {}  # newest operator of each sequence number: it has made the node
+    stacks = defaultdict(list)
+    by_hand = written_by_hand(events, is_gpu=is_gpu)
     for event in events:
         number, stack = event.details.pop(_NUMBER, None), stacks[event.thread]
         while stack and stack[-1].end <= event.begin:
@@ -211,6 +228,9 @@ def _find_places(events: list[TraceEvent]) -> None:
         stack.append(event)
         if kind := surroundings(event.name, is_operator=event.is_operator):
             event.within |= {kind}
+        if event in by_hand:
+            event.within |= {by_hand[event]}
+            event.module = event.module or "a function"
         if event.name.startswith((MODULE, HOOK)):
             event.module = event.name.removeprefix(MODULE)
             # A module that runs within the backward pass is recomputed (activation checkpointing).
@@ -239,7 +259,7 @@ def _exclusive(ranges: list[TimeRange], begin: int, end: int) -> list[TimeRange]
         if start < stop:
             edges += [(start, number), (stop, number)]
     # Between two edges the running ranges do not change, so each stretch has one owner.
-    running: dict[int, TimeRange] = {}
+    running = {}
     exclusive, now = [], begin
     idle = TimeRange(begin, end, HOST, _NOWHERE, "", None)
     # A last edge at the end, for the stretch after the last range.

@@ -18,10 +18,10 @@ from .trace import Record, TracedSteps, analyse
 
 # Bytes read at once; characters of one event, beyond which a file is no trace.
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
-_BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
+_BEGIN = re.compile(r'"traceEvents"\s*:\s*\[|\A\s*\[')
 _NEXT = re.compile(r"[\s,]*([^\s,])")
 # Errors of json and arithmetic for values that a profiler does not write.
-_ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
+ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
 
 
@@ -43,7 +43,7 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         return [run]
     if not run.exists():
         raise InputError(f"{run}: no such run{RunFolder.near(run, CONFIG)}")
-    by_step = defaultdict[int, dict[int, Path]](dict)
+    by_step = defaultdict(dict)
     # In the folder of traces, or in the run above it.
     for path in (*run.glob("step-*/rank-*.json.gz"), *run.glob("*/step-*/rank-*.json.gz")):
         if match := _FILE.search(path.as_posix()):
@@ -77,9 +77,9 @@ def read_trace(path: Path) -> TracedSteps:
     try:
         with Unpacked(path) as file:
             return analyse(events_of(file))
-    except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *_ODD) as error:
+    except (EOFError, OSError, zlib.error, *ODD) as error:
         advice = "a run that is killed leaves such: take another --step or --rank"
-        raise InputError(f"{path}: not a whole trace ({str(error)[:200]}); {advice}") from None
+        raise InputError(f"{path}: not a whole trace ({error!r:.200}); {advice}") from None
 
 
 def events_of(file: Unpacked) -> Iterator[Record]:
@@ -91,21 +91,21 @@ def events_of(file: Unpacked) -> Iterator[Record]:
     decode = json.JSONDecoder().raw_decode
     incremental = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def longer(text: str) -> str:
+    def longer(text: str, missing: str) -> str:
         block = file.read(_BLOCK_BYTES)
         if not block or len(text) > _MAX_EVENT_CHARS:
-            raise ValueError("no end of its events")
+            raise ValueError(f"no {missing}")
         return text + incremental.decode(block)
 
     text = ""
     while (begin := _BEGIN.search(text)) is None:
-        text = longer(text)
+        text = longer(text, "traceEvents")
     at = begin.end()
     while (start := _NEXT.match(text, at)) is None or start[1] != "]":
         try:
             event, at = decode(text, start.start(1) if start else len(text))
         except ValueError:  # it goes on in the next block
-            text, at = longer(text[at:]), 0
+            text, at = longer(text[at:], "end of its events"), 0
             continue
         if isinstance(event, dict):
             yield event

@@ -12,52 +12,16 @@ import re
 from collections.abc import Set
 from functools import cache
 
+from titan.config.toml import table_beside
 from titan.observe.step_parts import COMMUNICATION, HOST
 
-# Kinds of kernels and operators. The order of the checks below matters: a fused name may match several.
-_ATTENTION = re.compile(r"attention|scaled_?dot_?product|sdpa|fmha|flash", re.I)
-_COMMUNICATION = re.compile(r"nccl|^gloo:|c10d|symm_mem|multimem|(one|two)_shot", re.I)
-_GENERATED = re.compile(
-    r"triton_(poi|red|per)_"
-)  # inductor names loops after the fused operators
-_GEMM = re.compile(r"gemm|gemv|nvjet|matmul|cutlass|xmma|splitk|_mm_|_mm\b|triton_tem_", re.I)
-_COPY = re.compile(r"mem(cpy|set)|copy|catarray|chunk_cat|fillfunctor|fill_kernel", re.I)
-_CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy too, to torch
+NAMES = table_beside(__file__, "trace_kinds.toml")
 
-# Kinds of the events within an event, and the beginning of its name.
+# Surroundings of events, and the beginnings of ranges.
 HOOK, LOADER, COLLECTION = "titan hook ", "titan loader", "titan gc"
-CHECKPOINT, COMPILATION, SYNC = "checkpoint", "compilation", "sync"
-MATH, NORM, LOG = "math", "fused norm", "log"
-_SURROUNDINGS = {
-    COMMUNICATION: f"(?i).*({_COMMUNICATION.pattern})",
-    "optimizer": r"Optimizer\.",
-    "cast": r"aten::_to_copy$",
-    MATH: r"aten::_scaled_dot_product_attention_math$",
-    SYNC: re.compile(
-        r"aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal)$|(cuda|hip)\w+Synchronize$"
-    ),
-    COMPILATION: r".*\(dynamo_timed\)$",
-    COLLECTION: rf"{COLLECTION}|.*\bcollect of gc",
-    LOADER: rf"{LOADER}|enumerate\(DataLoader\)",
-    NORM: r"aten::(_fused_rms|rms|native_layer|layer)_norm$",
-    CHECKPOINT: f"{HOOK}(Checkpointing|Validation|Evaluation)",
-    LOG: f"{HOOK}Metrics",
-    HOOK: re.compile(HOOK),
-}
-
-CARRIED = {MATH, NORM}  # from a forward operator to its backward node
-
-# Aten's operators, as whole names.
-_PRODUCT = re.compile(
-    r"\w*mm(_\w+)?|mv|addmv|dot|\w*linear_(pointwise|unary|binary)|mkldnn_linear"
-)
-_COPIES = re.compile(r"\w*copy_?(in|out)?_?|clone|(chunk_)?cat|stack|(fill|zero)_|repeat")
-# Views, allocation, and composite operators: their self time is the host's bookkeeping.
-_BOOKKEEPING = re.compile(
-    r"as_strided|_?(unsafe_)?view(_as)?|_?reshape(_alias)?|transpose|t|numpy_T|movedim|permute|expand(_as)?|(un)?squeeze|"
-    r"select|slice|narrow|chunk|split(_with_sizes)?|(un)?flatten|unbind|detach|alias|lift_fresh|to|contiguous|result_type|"
-    r"resolve_(conj|neg)|linear|matmul|(new_)?(empty|zeros|ones|full)(_like|_strided)?|item|set_|resize_|record_stream"
-)
+CHECKPOINT, SYNC = "checkpoint", "sync"
+MATH, NORM, HAND_NORM, LOG = "math", "fused norm", "norm", "log"
+CARRIED = {MATH, NORM, HAND_NORM}  # from a forward operator to its backward node
 
 
 @cache
@@ -69,13 +33,21 @@ def surroundings(name: str, *, is_operator: bool) -> str:
         is_operator: whether it is an operator of torch.
 
     Returns:
-        A key of _SURROUNDINGS, "attention", or "" for none.
+        A key of the table's surroundings, "attention", or "" for none.
     """
-    for kind, pattern in _SURROUNDINGS.items():
+    for kind, pattern in NAMES["surroundings"].items():
         if re.match(pattern, name):
             return kind
     # A module may have such a name, too.
-    return "attention" if is_operator and _ATTENTION.search(name) else ""
+    if is_operator and re.search(NAMES["kernels"]["attention"], name):
+        return "attention"
+    return ""
+
+
+@cache
+def is_kind(operator: str, kind: str) -> bool:
+    """Return whether an operator of aten, named without its namespace, is in a row of the table's operators."""
+    return bool(re.fullmatch(NAMES["operators"][kind], operator))
 
 
 def kind_of_kernel(name: str, within: Set[str]) -> str:
@@ -85,19 +57,15 @@ def kind_of_kernel(name: str, within: Set[str]) -> str:
         name: name of the kernel.
         within: surroundings of its launch.
     """
-    if _COMMUNICATION.search(name):
-        return COMMUNICATION
+    found = next((k for k, names in NAMES["kernels"].items() if re.search(names, name)), "")
     # Before its name: an optimizer's kernels are elementwise and copies like any others.
-    if "optimizer" in within:
+    if "optimizer" in within and found != COMMUNICATION:
         return "optimizer"
-    if _GENERATED.match(name):
-        return "elementwise"
-    if "attention" in within or _ATTENTION.search(name):
+    if "attention" in within and found not in ("elementwise", COMMUNICATION):
         return "attention"
-    if _COPY.search(name):
-        is_cast = _CAST.search(name) or ("cast" in within and not name.startswith("Mem"))
-        return "elementwise" if is_cast else "copies"
-    return "matmul" if _GEMM.search(name) else "elementwise"
+    if found == "copies" and "cast" in within and not name.startswith("Mem"):
+        return "elementwise"
+    return found or "elementwise"
 
 
 def kind_of_operator(name: str, within: Set[str], *, is_operator: bool) -> str:
@@ -114,11 +82,12 @@ def kind_of_operator(name: str, within: Set[str], *, is_operator: bool) -> str:
     # autograd's nodes and plain ranges only call others.
     computes = is_operator and namespace and "autograd" not in namespace
     # The self time of inductor's graphs is the time of their loops.
-    if not (computes or "CompiledFxGraph" in name) or _BOOKKEEPING.fullmatch(operator):
+    if not (computes or "CompiledFxGraph" in name) or is_kind(operator, "bookkeeping"):
         return HOST
     for kind in ("optimizer", "attention"):
         if kind in within:
             return kind
-    if _PRODUCT.fullmatch(operator):
+    if is_kind(operator, "matmul"):
         return "matmul"
-    return "copies" if _COPIES.fullmatch(operator) and "cast" not in within else "elementwise"
+    is_copy = is_kind(operator, "copies") and "cast" not in within
+    return "copies" if is_copy else "elementwise"

@@ -25,9 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for a whole checkpoint, 1 for a damaged one (it prints a line for each damage) and one
         that cannot be read, 2 if there is none, or a newer titan wrote it.
     """
-    parser = parser_of("verify")
-    parser.add_json()
-    args = parser.parse_args(argv)
+    args = parser_of("verify").parse_args(argv)
     step = as_location(args.step)
     try:
         _require_step(step)
