@@ -112,8 +112,10 @@ def account(
     exposed_ms = {rank: each.exposed_ms for rank, each in timelines.items()}
     slowest = min(exposed_ms, key=lambda rank: sum(exposed_ms[rank]))
     late_ms = median(map(operator.sub, exposed_ms[name], exposed_ms[slowest]))
-    # A rank is slow if others wait in most steps for longer than it waits itself in any: less may be chance.
-    lost[RANK][slowest] = late_ms * (late_ms > max(exposed_ms[slowest]))
+    # A rank is slow if others wait in most steps for longer than it waits itself in any, or by its own times: less may be chance.
+    told = [f"rank-{row.get('slowest_rank')}" for row in later].count(slowest)
+    is_slow = late_ms > max(exposed_ms[slowest]) or told > 0.75 * len(later)
+    lost[RANK][slowest] = late_ms * is_slow
     _reduce(lost[COMMUNICATION], lost[RANK].total())
     if simulated:
         reference = 1e3 * simulated["step_time_s"]
@@ -141,9 +143,7 @@ def page(facts: Record) -> Iterator[str]:
     ] or [(0, f"nothing above {_LEAST:.0%}")]
     smaller = sum(ms for ms in sums.values() if ms < _LEAST * step_ms)
     lines += [(smaller, "smaller causes"), (facts["unattributed_ms"], "not attributed")]
-    yield f"step {step_ms:,.1f} ms; {facts['reference_ms']:,.1f} ms without the lost time"
-    if facts["note"]:
-        yield facts["note"]
+    yield f"step {step_ms:,.1f} ms; {facts['reference_ms']:,.1f} ms without the lost time{'; ' * bool(facts['note'])}{facts['note']}"
     yield f"{'ms':>10}{'share':>8}{'tokens/s':>12} without it"
     for ms, text in [(0, "measured"), *lines]:
         rate = f"{facts['tokens'] / (step_ms - ms) * 1e3:,.0f}" if facts["tokens"] else "?"
@@ -195,7 +195,7 @@ def _lost(timeline: TracedSteps, per_event: float, job: Record) -> dict[str, Any
         kept = {
             "": total,
             BATCH: total / batches,
-            HOST: total * (not timeline.is_gpu),
+            HOST: 0 if timeline.is_gpu else total,
             HOOK: total * (total < _SHORT_HOOK_MS),
             # One kernel reads and writes as the longest does, once in each call.
             HAND_NORM: max(map(fmean, calls.values())) * min(map(len, calls.values())),

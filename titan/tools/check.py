@@ -56,8 +56,6 @@ def main(argv: list[str]) -> int:
         if here:
             print_warnings(advise_rows(config) + advise_config(config, first_weights(config)))
     except ConfigError as error:
-        if not options.json:
-            raise
         put_json({"problems": [asdict(problem) for problem in error.problems]}, options.json)
         if options.json != "-":
             raise

@@ -65,11 +65,10 @@ def copy(name: str, target: Path, changes: Changes) -> int:
 
 def require_new(target: Path) -> None:
     """Raise InputError if a file exists, or the folder around it does not."""
-    if target.exists() or not target.parent.is_dir():
-        reason = (
-            "it exists already" if target.exists() else f"there is no folder {target.parent}"
-        )
-        raise InputError(f"{target}: cannot be written: {reason}")
+    if target.exists():
+        raise InputError(f"{target}: cannot be written: it exists already")
+    if not target.parent.is_dir():
+        raise InputError(f"{target}: cannot be written: there is no folder {target.parent}")
 
 
 def _changed(text: str, changes: Changes) -> str:

@@ -147,9 +147,8 @@ def analyse(raw: Iterable[Record]) -> TracedSteps:
         ranges.append(TimeRange(begin, end, part, launch, name, stream))
     # The work of a CPU are its operators. Beside a GPU they say what an idle device waited for.
     for event in events:
-        part = HOST
-        if not kernels:
-            part = kind_of_operator(event.name, event.within, is_operator=event.is_operator)
+        kind = kind_of_operator(event.name, event.within, is_operator=event.is_operator)
+        part = HOST if kernels else kind
         ranges.append(TimeRange(event.begin, event.end, part, event, event.name, event.thread))
     if not ranges:
         raise ValueError("no operators, no kernels")
@@ -228,8 +227,8 @@ def _find_places(events: list[TraceEvent], *, is_gpu: bool) -> None:
         stack.append(event)
         if kind := surroundings(event.name, is_operator=event.is_operator):
             event.within |= {kind}
-        if event in by_hand:
-            event.within |= {by_hand[event]}
+        if kind_by_hand := by_hand.get(event):
+            event.within |= {kind_by_hand}
             event.module = event.module or "a function"
         if event.name.startswith((MODULE, HOOK)):
             event.module = event.name.removeprefix(MODULE)

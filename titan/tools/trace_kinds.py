@@ -39,9 +39,8 @@ def surroundings(name: str, *, is_operator: bool) -> str:
         if re.match(pattern, name):
             return kind
     # A module may have such a name, too.
-    if is_operator and re.search(NAMES["kernels"]["attention"], name):
-        return "attention"
-    return ""
+    found = is_operator and re.search(NAMES["kernels"]["attention"], name)
+    return "attention" if found else ""
 
 
 @cache
@@ -89,5 +88,4 @@ def kind_of_operator(name: str, within: Set[str], *, is_operator: bool) -> str:
             return kind
     if is_kind(operator, "matmul"):
         return "matmul"
-    is_copy = is_kind(operator, "copies") and "cast" not in within
-    return "copies" if is_copy else "elementwise"
+    return "copies" if is_kind(operator, "copies") and "cast" not in within else "elementwise"
