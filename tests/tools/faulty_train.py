@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ def eat() -> None:
     taken = []
     while True:
         taken.append(b"x" * 2**24)
-
-
-def fill() -> None:
-    """The disk of the run folder."""
-    folder = next(a.split("=")[1] for a in sys.argv if a.startswith("--job.dump_folder="))
-    with Path(folder, "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(b"x" * 4096)
 
 
 def in_model(step: int) -> None:
@@ -72,7 +63,6 @@ def before_step(step: int) -> None:
         "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "locked": lock,
         "host_oom": eat,
-        "fill": fill,
         "segfault": lambda: ctypes.string_at(0),
     }
     if STRIKES and FAULT in faults:

@@ -211,13 +211,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["metrics", "checkpoint"])
-def test_a_full_disk(what: str, small_disk: Path, start: Start) -> None:
-    if what == "metrics":
-        run = begin(start, "fill")
-    else:
-        save = ("--checkpoint.enable=true", "--checkpoint.interval=3")
-        run = begin(start, "none", *save, "--checkpoint.on_failure=stop")
+def test_a_full_disk(small_disk: Path, start: Start) -> None:
+    save = ("--checkpoint.enable=true", "--checkpoint.interval=3")
+    run = begin(start, "none", *save, "--checkpoint.on_failure=stop")
     assert run.end() == 1, run.said()
     assert "the disk" in cause(run, "disk_full")
 

@@ -251,8 +251,8 @@ def test_hostile_scripts_are_valid(slurm: Slurm, tmp_path: Path) -> None:
     for i, text in enumerate(hostile_texts(60, seed=1)):
         folder, output = tmp_path / str(i) / text.replace("/", "_"), tmp_path / "job.sbatch"
         job = ["train_configs/debug_model.toml", f"--job.dump_folder={folder}"]
-        options = f"--nodes=2 --gpus-per-node=0 --output={output} --container={text}".split()
-        if code := main(["slurm", *job, *options]):
+        options = f"--nodes=2 --gpus-per-node=0 --output={output}".split()
+        if code := main(["slurm", *job, *options, f"--container={text}"]):
             assert (code, str(folder).isprintable() and "%" not in str(folder)) == (2, False)
             continue
         slurm.run("sbatch", "--test-only", str(output))
