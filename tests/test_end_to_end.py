@@ -43,7 +43,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finished = titan(*command, "--quiet")
     assert finished.returncode == 0, finished.stderr
     # Of two ranks and their launcher only the last step and the account are heard, and a rank that the machine slowed.
-    heard = [line for line in finished.stdout.splitlines() if "the others wait for it" not in line]
+    heard = [
+        line for line in finished.stdout.splitlines() if "the others wait for it" not in line
+    ]
     assert [line.split()[0] for line in heard] == ["step", "goodput"], finished.stdout
     return folder
 
