@@ -263,6 +263,15 @@ def test_causes_of_a_gpu() -> None:
     assert facts["reference_ms"] == pytest.approx(0.66)
 
 
+def test_casts_of_a_program_in_fp32_are_its_work() -> None:
+    t = Trace()
+    t.range("ProfilerStep#9", 0, 200_000)
+    product(t, 0, 100_000, "float", 1000)
+    t.op("aten::_to_copy", 100_000, 200_000)
+    t.op("aten::copy_", 100_000, 200_000)
+    assert sums_of(account_of(t)) == {}
+
+
 @tabled("waits, slowest, late")
 def test_a_rank_is_slow_in_most_steps(waits: Any, slowest: str, late: float) -> None:
     """By more than it waits itself, or by its own times in the rows; else it is chance. Milliseconds of each step, by rank."""

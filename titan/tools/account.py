@@ -114,8 +114,8 @@ def account(
     late_ms = median(map(operator.sub, exposed_ms[name], exposed_ms[slowest]))
     # A rank is slow if others wait in most steps for longer than it waits itself in any, or by its own times: less may be chance.
     told = [f"rank-{row.get('slowest_rank')}" for row in later].count(slowest)
-    is_slow = late_ms > max(exposed_ms[slowest]) or told > 0.75 * len(later)
-    lost[RANK][slowest] = late_ms * is_slow
+    if late_ms > max(exposed_ms[slowest]) or told > 0.75 * len(later):
+        lost[RANK][slowest] = late_ms
     _reduce(lost[COMMUNICATION], lost[RANK].total())
     if simulated:
         reference = 1e3 * simulated["step_time_s"]
@@ -200,8 +200,9 @@ def _lost(timeline: TracedSteps, per_event: float, job: Record) -> dict[str, Any
             # One kernel reads and writes as the longest does, once in each call.
             HAND_NORM: max(map(fmean, calls.values())) * min(map(len, calls.values())),
             MATH: max(sums.values()),
-            # Casts go, too.
-            FP32: as_bf16 * sum(ms for name, ms in sums.items() if "copy" not in name),
+            # Casts go, too, unless bf16 gains nothing.
+            FP32: as_bf16
+            * sum(ms for name, ms in sums.items() if as_bf16 == 1 or "copy" not in name),
         }.get(cause, 0)
         lost[cause][where] += total - kept
         lost[""][where] += kept
