@@ -113,8 +113,8 @@ def account(
     slowest = min(exposed_ms, key=lambda rank: sum(exposed_ms[rank]))
     late_ms = median(map(operator.sub, exposed_ms[name], exposed_ms[slowest]))
     # A rank is slow if others wait in most steps for longer than it waits itself in any, or by its own times: less may be chance.
-    told = [f"rank-{row.get('slowest_rank')}" for row in later].count(slowest)
-    if late_ms > max(exposed_ms[slowest]) or told > 0.75 * len(later):
+    named = [f"rank-{row.get('slowest_rank')}" for row in later].count(slowest)
+    if late_ms > max(exposed_ms[slowest]) or named > 0.75 * len(later):
         lost[RANK][slowest] = late_ms
     _reduce(lost[COMMUNICATION], lost[RANK].total())
     if simulated:
