@@ -241,14 +241,15 @@ def test_the_slowest_device_copies_as_fast_as_the_others() -> None:
         assert (timeline.step_s > 21e-6) == is_slower
 
 
-def slowing(*, compute: float = 1.0, transfer: float = 1.0) -> FixedCost:
+def slowing(*, compute: float = 1.0, transfer: float = 1.0, host_us: float = 0.0) -> FixedCost:
     """Return costs of a device whose compute and transfers have a share of their rates beside each other."""
     shares = {
         "compute_share_beside_transfer": compute,
         "transfer_share_beside_compute": transfer,
     }
     update = shares | {"speed_deviation": 0.0}
-    return FixedCost(load_profile("h100-sxm").model_copy(update=update))
+    profile = load_profile("h100-sxm").model_copy(update=update)
+    return FixedCost(profile, host_us=host_us)
 
 
 def test_compute_slows_down_beside_a_transfer() -> None:
@@ -271,6 +272,10 @@ def test_a_transfer_slows_down_beside_compute() -> None:
     # While the compute stream itself runs a transfer, no kernel holds SMs.
     alone = trace([transfer(80, group="tp", work=1, detached=False)], TP)
     assert replay({0: alone}, cost, steps=1).step_s * 1e6 == pytest.approx(80)
+    # Nor while it waits for the host, from 45 to 60: 80 us from 20 on, and 5 more for 10 at half the rate.
+    late = trace([transfer(80, group="dp", work=1), launch(5), launch(5), AwaitWork(0, 1)], DP)
+    cost = slowing(transfer=0.5, host_us=20)
+    assert replay({0: late}, cost, steps=1).step_s * 1e6 == pytest.approx(105)
 
 
 def test_an_average_rank_waits_for_the_slowest_and_the_busiest() -> None:
